@@ -1,0 +1,255 @@
+"""The calls every backend offers, in plain MLX operations.
+
+Models are written against these calls alone. This class is both the fallback where a machine has
+no kernels of its own and the oracle that kernels are tested against.
+
+Arrays have no batch axis: hidden states are (tokens, hidden_size), attention's are
+(heads, tokens, head_dim).
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+from tqchat.kernels import codec
+from tqchat.kernels.view import KVView
+from tqchat.kernels.weight import Weight
+
+# An mx.array; in the CPU backend a numpy array, which has the same operators and methods.
+Array: TypeAlias = Any
+
+
+class Backend:
+    """Plain MLX operations on the default device, activations in `dtype`.
+
+    `cache_dtype` is the 16-bit type of tail, sink and dense cache.
+    """
+
+    name = "plain MLX"
+
+    def __init__(self, dtype: mx.Dtype = mx.float32, cache_dtype: mx.Dtype | None = None) -> None:
+        self.dtype = dtype
+        self.cache_dtype = cache_dtype or (mx.float16 if dtype == mx.float32 else dtype)
+
+    # Arrays
+
+    def zeros(self, shape: Sequence[int], dtype: mx.Dtype) -> Array:
+        return mx.zeros(shape, dtype)
+
+    def evaluate(self, *arrays: Array) -> None:
+        """Compute what is still lazy; returns when it is there."""
+        mx.eval(*arrays)
+
+    def split_heads(self, x: Array, n_heads: int) -> Array:
+        """(tokens, n_heads * head_dim) -> (n_heads, tokens, head_dim)."""
+        return x.reshape(x.shape[0], n_heads, -1).swapaxes(0, 1)
+
+    def merge_heads(self, x: Array) -> Array:
+        """(n_heads, tokens, head_dim) -> (tokens, n_heads * head_dim)."""
+        return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+
+    # Layers
+
+    def load(self, weight: Weight) -> Weight:
+        """The form of a weight that this backend computes with. Called once, when loading."""
+        if weight.bits:
+            # quantized_matmul wants scales in the activations' type.
+            return Weight(
+                weight.data,
+                weight.scales.astype(self.dtype),
+                weight.biases.astype(self.dtype),
+                weight.group_size,
+                weight.bits,
+            )
+        return Weight(weight.data.astype(self.dtype))
+
+    def load_vector(self, x: mx.array) -> Array:
+        """A norm's weight or a bias, in the activations' type."""
+        return x.astype(self.dtype)
+
+    def load_table(self, x: mx.array) -> Array:
+        """A table that stays in float32, such as RoPE's periods."""
+        return x.astype(mx.float32)
+
+    def embed(self, weight: Weight, ids: Sequence[int]) -> Array:
+        """Rows of the embedding: (tokens, hidden_size)."""
+        index = mx.array(ids, dtype=mx.uint32)
+        if not weight.bits:
+            return weight.data[index]
+        return mx.dequantize(
+            weight.data[index],
+            weight.scales[index],
+            weight.biases[index],
+            group_size=weight.group_size,
+            bits=weight.bits,
+        ).astype(self.dtype)
+
+    def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
+        """x (tokens, columns) times the weight's transpose: (tokens, rows)."""
+        if weight.bits:
+            y = mx.quantized_matmul(
+                x,
+                weight.data,
+                weight.scales,
+                weight.biases,
+                transpose=True,
+                group_size=weight.group_size,
+                bits=weight.bits,
+            )
+        else:
+            y = x @ weight.data.T
+        return y if bias is None else y + bias
+
+    def logits(self, x: Array, weight: Weight) -> mx.array:
+        """The output projection of one or more tokens, as MLX float32 (tokens, vocab_size)."""
+        return self.linear(x, weight).astype(mx.float32)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """Root mean square normalisation over the last axis (arXiv:1910.07467)."""
+        return mx.fast.rms_norm(x, weight, eps)
+
+    def rope(self, x: Array, periods: Array, offset: int) -> Array:
+        """Rotary position embedding of x (heads, tokens, head_dim), halves convention.
+
+        The pair (i, i + n) with n = len(periods) turns by position / periods[i]; channels past
+        2 n are left alone (arXiv:2104.09864).
+        """
+        return mx.fast.rope(
+            x,
+            2 * periods.shape[0],
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=periods,
+        )
+
+    def swiglu(self, gate_up: Array) -> Array:
+        """silu(gate) * up of (tokens, 2 * size), gate first (arXiv:2002.05202)."""
+        gate, up = mx.split(gate_up, 2, axis=-1)
+        return gate * mx.sigmoid(gate) * up
+
+    # The int4 cache
+
+    def seal(self, k: Array, v: Array) -> Array:
+        """Tiles (n_kv_heads, n, tile_words) of K and V (n_kv_heads, n * BLOCK, head_dim)."""
+        return codec.seal(k, v)
+
+    def unseal(self, tiles: Array) -> tuple[Array, Array]:
+        """K and V (n_kv_heads, n * BLOCK, head_dim) of tiles, in the activations' type."""
+        k, v = codec.unseal(tiles)
+        return k.astype(self.dtype), v.astype(self.dtype)
+
+    def to_canonical(self, tiles: Array) -> mx.array:
+        """This backend's tiles in the order of `layout`, as an MLX array."""
+        return tiles
+
+    def from_canonical(self, tiles: mx.array) -> Array:
+        """Tiles in the order of `layout` in this backend's order."""
+        return tiles
+
+    def attend(
+        self,
+        q: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        """Decode attention on an int4 cache that already holds the query tokens.
+
+        q: (n_heads, tokens, head_dim), at most MAX_DECODE_TOKENS tokens, the last ones held; they
+        are causal among themselves. softcap: cap * tanh(score / cap). sinks: (n_heads,), a logit
+        per head that joins the softmax without a value. window: a token sees itself and the
+        window - 1 before it. Returns q's shape.
+        """
+        k, v = self._held(view)
+        return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
+
+    def attend_chunk(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        """Prefill attention: a chunk's queries over the past in `view` and over its own K and V.
+
+        k, v: (n_kv_heads, tokens, head_dim), not yet in the cache. Otherwise as `attend`.
+        """
+        past_k, past_v = self._held(view)
+        k = mx.concatenate([past_k, k.astype(past_k.dtype)], axis=1)
+        v = mx.concatenate([past_v, v.astype(past_v.dtype)], axis=1)
+        return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
+
+    def attend_dense(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        """Attention of q's tokens, the last of those in k and v (n_kv_heads, length, head_dim)."""
+        tokens, length = q.shape[1], k.shape[1]
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        if softcap is not None:
+            return _soft_capped(q, k, v, scale, softcap, sinks, _mask(tokens, length, window))
+        mask = "causal" if window is None and tokens > 1 else None
+        if window is not None:
+            mask = _mask(tokens, length, window)
+        return mx.fast.scaled_dot_product_attention(
+            q[None], k[None], v[None], scale=scale, mask=mask, sinks=sinks
+        )[0]
+
+    def _held(self, view: KVView) -> tuple[Array, Array]:
+        k, v = self.unseal(view.tiles[:, : view.n_blocks])
+        sink, tail = slice(0, view.n_sink), slice(0, view.n_tail)
+        return (
+            mx.concatenate([view.sink_k[:, sink], k, view.tail_k[:, tail]], axis=1),
+            mx.concatenate([view.sink_v[:, sink], v, view.tail_v[:, tail]], axis=1),
+        )
+
+
+def _mask(tokens: int, length: int, window: int | None) -> mx.array:
+    """(tokens, length): True where a query token may look."""
+    query = mx.arange(length - tokens, length)[:, None]
+    key = mx.arange(length)[None]
+    allowed = key <= query
+    return allowed if window is None else allowed & (key > query - window)
+
+
+def _soft_capped(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    softcap: float,
+    sinks: mx.array | None,
+    mask: mx.array,
+) -> mx.array:
+    n_heads, tokens, dim = q.shape
+    n_kv_heads = k.shape[0]
+    grouped = q.reshape(n_kv_heads, n_heads // n_kv_heads, tokens, dim).astype(mx.float32)
+    scores = (grouped * scale) @ k[:, None].swapaxes(-1, -2).astype(mx.float32)
+    scores = mx.where(mask, mx.tanh(scores / softcap) * softcap, -mx.inf)
+    if sinks is not None:
+        column = sinks.astype(mx.float32).reshape(n_kv_heads, -1, 1, 1)
+        column = mx.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = mx.concatenate([scores, column], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    out = weights @ v[:, None].astype(mx.float32)
+    return out.reshape(n_heads, tokens, dim).astype(q.dtype)

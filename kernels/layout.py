@@ -1,0 +1,37 @@
+"""How a KV cache lies in memory.
+
+Positions 0 to SINK - 1 stay in 16 bits. Then come sealed int4 blocks: block b holds positions
+SINK + BLOCK * b to SINK + BLOCK * b + BLOCK - 1 and is never rewritten. The newest TAIL_MIN to
+TAIL_MAX tokens wait in a 16-bit tail.
+
+A sealed block is one tile per KV head, 10 * head_dim words of 32 bits (5 bits per element):
+
+    words                    what
+    0        .. 4 head_dim   K codes: token t, channels 8 w to 8 w + 7 in word t * head_dim / 8 + w
+    4        .. 5 head_dim   K parameters: channel c in word c (one pair per channel and block)
+    5        .. 9 head_dim   V codes, as K's
+    9        .. 10 head_dim  V parameters: token t, group g in word t * head_dim / GROUP + g
+
+A code is a nibble, code + 8 in 0..15, the lowest nibble first. A parameter word is two fp16
+numbers: scale in the low half, mid in the high half. This is the canonical order, the one saved
+to disk; a backend may order the code words of its own tiles otherwise.
+"""
+
+BLOCK = 32
+GROUP = 32
+SINK = 4
+TAIL_MIN = 64
+TAIL_MAX = 127
+TAIL_CAPACITY = TAIL_MAX + 1
+
+# A step of at most this many query tokens is a decode step: it attends to the cache as it lies.
+MAX_DECODE_TOKENS = 8
+
+
+def tile_words(head_dim: int) -> int:
+    """Words of 32 bits in one tile (one KV head, BLOCK tokens, K and V)."""
+    return 10 * head_dim
+
+
+def tile_bytes(head_dim: int) -> int:
+    return 4 * tile_words(head_dim)

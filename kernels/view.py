@@ -1,0 +1,30 @@
+"""What one layer's int4 cache holds, as attention reads it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tqchat.kernels.layout import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """Whole buffers and how much of each is filled; positions run sink, tiles, tail.
+
+    sink_k, sink_v: (n_kv_heads, SINK, head_dim), 16 bits
+    tiles: (n_kv_heads, capacity in blocks, tile_words(head_dim)), uint32, in the backend's order
+    tail_k, tail_v: (n_kv_heads, TAIL_CAPACITY, head_dim), 16 bits
+    """
+
+    sink_k: Any
+    sink_v: Any
+    tiles: Any
+    tail_k: Any
+    tail_v: Any
+    n_sink: int
+    n_blocks: int
+    n_tail: int
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.n_sink + BLOCK * self.n_blocks + self.n_tail
