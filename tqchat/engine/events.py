@@ -1,0 +1,152 @@
+"""What the engine tells whoever runs it. Events are plain data; no MLX array ever crosses."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes. `limit` is what this process may use on the device, `free` what is left of it."""
+
+    weights: int
+    kv: int
+    other: int
+    free: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What the KV cache holds: tokens, and bytes for them (see `kv_bytes` in the README)."""
+
+    tokens: int
+    context: int
+    kv_bytes: int
+    kv_bytes_allocated: int
+    kv_bytes_fp16: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model. `context` is the most tokens a conversation may take.
+
+    `notes` are things the person should know (a slow path in use, no chat template found), one
+    line each.
+    """
+
+    name: str
+    architecture: str
+    context: int
+    weights_bytes: int
+    device: str
+    backend: str
+    kv: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One turn in figures. Rates are tokens per second; 0.0 where nothing was measured."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    prefill_tps: float
+    decode_tps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Fetching or reading a model. done and total in bytes; total is 0 while unknown."""
+
+    label: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    model: ModelInfo
+    cache: CacheUse
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """`done` of `total` prompt tokens are in the cache, `cached` of them from earlier turns."""
+
+    turn: int
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Text of one token; may be empty while a character is incomplete."""
+
+    turn: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A few times a second while a turn runs, and after anything that changes the cache."""
+
+    usage: Usage
+    cache: CacheUse
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """`reason`: the model ended, max_tokens, the context is full, or stop() was called."""
+
+    turn: int
+    reason: FinishReason
+    text: str
+    usage: Usage
+    cache: CacheUse
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A turn (or, with turn None, loading) could not be done; `message` says what to do next.
+
+    `excess_tokens` is how far a prompt is past the context, 0 for other faults.
+    """
+
+    turn: int | None
+    message: str
+    excess_tokens: int = 0
+
+
+Event: TypeAlias = Loading | Loaded | Prefilling | Token | Stats | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 takes the likeliest; 0 and 1 switch a filter off.
+
+    top_k 0, top_p 1.0, min_p 0.0 and repetition_penalty 1.0 do nothing. seed None: a new one.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What is fixed while a model is loaded. context None: what the model was trained for."""
+
+    kv: Literal["int4", "fp16"] = "int4"
+    context: int | None = None
+    threads: int | None = None
