@@ -27,6 +27,8 @@ class Backend:
     """
 
     name = "plain MLX"
+    # Tokens prefilled at a time: a stop is heard between chunks, so one must stay short.
+    prefill_chunk = 512
 
     def __init__(self, dtype: mx.Dtype = mx.float32, cache_dtype: mx.Dtype | None = None) -> None:
         self.dtype = dtype
@@ -40,6 +42,14 @@ class Backend:
     def evaluate(self, *arrays: Array) -> None:
         """Compute what is still lazy; returns when it is there."""
         mx.eval(*arrays)
+
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
+        """Side by side along the last axis."""
+        return mx.concatenate(list(arrays), axis=-1)
+
+    def concatenate_tokens(self, arrays: Sequence[Array]) -> Array:
+        """K or V of several spans (n_kv_heads, tokens, head_dim), one after the other."""
+        return mx.concatenate(list(arrays), axis=1)
 
     def split_heads(self, x: Array, n_heads: int) -> Array:
         """(tokens, n_heads * head_dim) -> (n_heads, tokens, head_dim)."""
@@ -72,7 +82,7 @@ class Backend:
         """A table that stays in float32, such as RoPE's periods."""
         return x.astype(mx.float32)
 
-    def embed(self, weight: Weight, ids: Sequence[int]) -> Array:
+    def embed(self, weight: Weight, ids: Sequence[int] | mx.array) -> Array:
         """Rows of the embedding: (tokens, hidden_size)."""
         index = mx.array(ids, dtype=mx.uint32)
         if not weight.bits:
