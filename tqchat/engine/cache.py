@@ -37,10 +37,10 @@ class KVCache(Protocol):
         ...
 
 
-def _grown(backend: Backend, buffer: Array, axis_size: int) -> Array:
-    """A copy of `buffer` with `axis_size` entries along axis 1, the new ones zero."""
+def _grown(backend: Backend, buffer: Array, capacity: int, dtype: mx.Dtype) -> Array:
+    """A copy of `buffer` with `capacity` entries along axis 1, the new ones zero."""
     heads, size, width = buffer.shape
-    new = backend.zeros((heads, axis_size, width), buffer.dtype)
+    new = backend.zeros((heads, capacity, width), dtype)
     new[:, :size] = buffer
     return new
 
@@ -123,7 +123,7 @@ class Int4Cache:
         end = self._n_blocks + tiles.shape[1]
         if end > self._tiles.shape[1]:
             capacity = _next_capacity(end, GROWTH_TOKENS // BLOCK)
-            self._tiles = _grown(self._backend, self._tiles, capacity)
+            self._tiles = _grown(self._backend, self._tiles, capacity, mx.uint32)
         self._tiles[:, self._n_blocks : end] = tiles
         self._n_blocks = end
 
@@ -179,9 +179,9 @@ class DenseCache:
     def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
         end = self._length + k.shape[1]
         if end > self._k.shape[1]:
-            capacity = _next_capacity(end, GROWTH_TOKENS)
-            self._k = _grown(self._backend, self._k, capacity)
-            self._v = _grown(self._backend, self._v, capacity)
+            capacity, dtype = _next_capacity(end, GROWTH_TOKENS), self._backend.cache_dtype
+            self._k = _grown(self._backend, self._k, capacity, dtype)
+            self._v = _grown(self._backend, self._v, capacity, dtype)
         self._k[:, self._length : end] = k
         self._v[:, self._length : end] = v
         self._length = end

@@ -1,0 +1,3 @@
+from tqchat.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,151 @@
+"""The one thread that owns MLX, and the calls by which others use it.
+
+Streams and lazy arrays belong to the thread that made them (MLX 0.31.2 and newer), so loading,
+seeding, prefill and decode all happen on one long-lived thread.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from tqchat.chat.conversation import Message
+from tqchat.chat.errors import ChatError
+from tqchat.engine.events import EngineOptions, Event, Failed, Loaded, Sampling, Stats, Usage
+from tqchat.engine.generation import Session
+from tqchat.engine.loading import LoadedModel, load
+from tqchat.models.errors import ModelError, Stopped
+
+log = logging.getLogger(__name__)
+
+NO_USAGE = Usage(0, 0, 0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    number: int
+    run: Callable[[int], None]
+    # What a failure is reported as belonging to.
+    turn: int | None
+
+
+class Engine:
+    """Calls return at once and may come from any thread; what happens arrives in `events`.
+
+    `events` is filled by the engine's thread and emptied by one reader.
+    """
+
+    def __init__(self, options: EngineOptions = EngineOptions()) -> None:  # noqa: B008
+        self.events: deque[Event] = deque()
+        self._options = options
+        self._loaded: LoadedModel | None = None
+        self._session: Session | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._last_job = 0
+        self._stopped_to = 0
+        self._closing = False
+        self._arrived = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def load(self, model: str) -> None:
+        """Fetch if needed and read a model: Loading events, then Loaded or Failed."""
+        self._add(lambda job: self._load(job, model), is_turn=False)
+
+    def generate(
+        self, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None = None
+    ) -> int:
+        """Queue a turn; its number marks its events, which end with one Finished or Failed."""
+        held = tuple(messages)
+        return self._add(lambda job: self._generate(job, held, sampling, max_tokens), is_turn=True)
+
+    def stop(self) -> None:
+        """Stop everything asked for so far, between chunks or tokens."""
+        with self._lock:
+            self._stopped_to = self._last_job
+
+    def clear(self) -> None:
+        """Forget the conversation and free its cache: a Stats event follows."""
+        self._add(lambda job: self._clear(), is_turn=False)
+
+    def close(self) -> None:
+        """Stop, and wait for the thread to end."""
+        self._closing = True
+        self.stop()
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait(self, timeout: float | None = None) -> Event | None:
+        """The next event, or None when `timeout` seconds have passed without one."""
+        while True:
+            self._arrived.clear()
+            if self.events:
+                return self.events.popleft()
+            if not self._arrived.wait(timeout):
+                return None
+
+    def _add(self, run: Callable[[int], None], is_turn: bool) -> int:
+        with self._lock:
+            self._last_job += 1
+            number = self._last_job
+        self._jobs.put(_Job(number, run, number if is_turn else None))
+        return number
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._arrived.set()
+
+    def _stopped(self, job: int) -> bool:
+        return job <= self._stopped_to or self._closing
+
+    def _main(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._run(job)
+        finally:
+            self._loaded = self._session = None
+            # Without this the process may abort at exit.
+            mx.clear_streams()
+
+    def _run(self, job: _Job) -> None:
+        try:
+            job.run(job.number)
+        except (ModelError, ChatError) as error:
+            self._emit(Failed(job.turn, str(error)))
+        except Stopped:
+            self._emit(Failed(job.turn, "Stopped."))
+        except MemoryError:
+            self._emit(Failed(job.turn, "Out of memory. Use a shorter text or a smaller model."))
+        except Exception as error:
+            log.exception("A job failed")
+            self._emit(Failed(job.turn, f"Internal error: {type(error).__name__}: {error}"))
+
+    def _load(self, job: int, model: str) -> None:
+        self._loaded = self._session = None
+        mx.clear_cache()
+        self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
+        self._session = Session(self._loaded)
+        self._emit(Loaded(self._loaded.info, self._session.cache_use(), self._session.memory()))
+
+    def _generate(
+        self, job: int, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None
+    ) -> None:
+        if self._loaded is None or self._session is None:
+            raise ModelError("No model is loaded. Start again with a model that can be read.")
+        prompt = self._loaded.template.prompt_ids(self._loaded.tokenizer, messages)
+        turn = self._session.turn(job, prompt, sampling, max_tokens, lambda: self._stopped(job))
+        for event in turn:
+            self._emit(event)
+
+    def _clear(self) -> None:
+        if self._session is not None:
+            self._session.clear()
+            self._emit(Stats(NO_USAGE, self._session.cache_use(), self._session.memory()))

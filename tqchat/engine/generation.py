@@ -1,0 +1,212 @@
+"""One conversation's KV cache and the turns that run on it. Knows no threads."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from tqchat.engine import memory
+from tqchat.engine.cache import DenseCache, Int4Cache, KVCache
+from tqchat.engine.events import (
+    CacheUse,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Memory,
+    Prefilling,
+    Sampling,
+    Stats,
+    Token,
+    Usage,
+)
+from tqchat.engine.loading import LoadedModel
+from tqchat.engine.sampler import sample
+
+STATS_INTERVAL_S = 0.25
+
+
+@dataclass(slots=True)
+class Clock:
+    """The figures of a turn while it runs. Times in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    started: float = field(default_factory=time.perf_counter)
+    prefilled: int = 0
+    completion_tokens: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+    last_stats: float = 0.0
+
+    def token(self) -> None:
+        self.completion_tokens += 1
+        self.last_token = time.perf_counter()
+        if self.first_token is None:
+            self.first_token = self.last_token
+
+    def stats_due(self) -> bool:
+        now = time.perf_counter()
+        due = now - self.last_stats >= STATS_INTERVAL_S
+        if due:
+            self.last_stats = now
+        return due
+
+    def usage(self) -> Usage:
+        prefill_end = self.first_token or time.perf_counter()
+        prefill_s = prefill_end - self.started
+        decode_s = 0.0
+        if self.first_token is not None and self.last_token is not None:
+            decode_s = self.last_token - self.first_token
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            ttft_s=prefill_s if self.first_token is not None else 0.0,
+            prefill_tps=self.prefilled / prefill_s if prefill_s else 0.0,
+            decode_tps=(self.completion_tokens - 1) / decode_s if decode_s else 0.0,
+        )
+
+
+class Session:
+    """The cache of one conversation, and `turn`, which continues it.
+
+    The cache always holds exactly the tokens `_held`: whatever a new prompt has in common with
+    them at its start is not computed again.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._held: list[int] = []
+        self._caches: list[KVCache] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything and free the cache's memory."""
+        model, backend = self._loaded.model, self._loaded.backend
+        kind = Int4Cache if self._loaded.info.kv == "int4" else DenseCache
+        self._held = []
+        self._caches = [
+            kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)
+        ]
+        mx.clear_cache()
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse(
+            tokens=len(self._held),
+            context=self._loaded.info.context,
+            kv_bytes=sum(cache.nbytes for cache in self._caches),
+            kv_bytes_allocated=sum(cache.nbytes_allocated for cache in self._caches),
+            kv_bytes_fp16=sum(cache.nbytes_fp16 for cache in self._caches),
+        )
+
+    def memory(self) -> Memory:
+        allocated = sum(cache.nbytes_allocated for cache in self._caches)
+        return memory.measure(self._loaded.info.weights_bytes, allocated)
+
+    def turn(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Event]:
+        """Prefill `prompt` and decode the answer. `stopped` is asked between chunks and tokens."""
+        context = self._loaded.info.context
+        excess = len(prompt) + 1 - context
+        if excess > 0:
+            yield Failed(number, _too_long(len(prompt), context, excess), excess)
+            return
+        try:
+            yield from self._turn(number, prompt, sampling, max_tokens, stopped)
+        except BaseException:
+            # A step that broke off may have fed some layers and not others.
+            self.clear()
+            raise
+
+    def _turn(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Event]:
+        tokenizer, context = self._loaded.tokenizer, self._loaded.info.context
+        clock = Clock(len(prompt), self._reuse(prompt))
+        text: list[str] = []
+
+        def finished(reason: FinishReason) -> Finished:
+            return Finished(
+                number, reason, "".join(text), clock.usage(), self.cache_use(), self.memory()
+            )
+
+        if sampling.seed is not None:
+            mx.random.seed(sampling.seed)
+        chunk = self._loaded.backend.prefill_chunk
+        while True:
+            logits = self._step(prompt[len(self._held) : len(self._held) + chunk])
+            clock.prefilled = len(self._held) - clock.cached_tokens
+            yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)
+            if clock.stats_due():
+                yield Stats(clock.usage(), self.cache_use(), self.memory())
+            if stopped():
+                yield finished("stopped")
+                return
+            if len(self._held) == len(prompt):
+                break
+        detokenizer = tokenizer.stream()
+        reason: FinishReason = "stop"
+        while True:
+            token = int(sample(logits[-1], sampling, self._held).item())
+            if token in tokenizer.stop_ids:
+                break
+            clock.token()
+            piece = detokenizer.add(token)
+            text.append(piece)
+            yield Token(number, piece)
+            if clock.stats_due():
+                yield Stats(clock.usage(), self.cache_use(), self.memory())
+            if stopped():
+                reason = "stopped"
+                break
+            if clock.completion_tokens == max_tokens:
+                reason = "length"
+                break
+            if len(self._held) + 1 >= context:
+                reason = "context"
+                break
+            logits = self._step([token])
+        rest = detokenizer.finish()
+        if rest:
+            text.append(rest)
+            yield Token(number, rest)
+        yield finished(reason)
+
+    def _reuse(self, prompt: Sequence[int]) -> int:
+        """Trim the cache to what it shares with `prompt`, short of its last token."""
+        shared = 0
+        for ours, theirs in zip(self._held, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        if shared < len(self._held):
+            for cache in self._caches:
+                cache.trim(shared)
+            del self._held[shared:]
+        return shared
+
+    def _step(self, ids: Sequence[int]) -> mx.array:
+        logits = self._loaded.model(ids, self._caches)
+        mx.eval(logits)
+        self._held.extend(ids)
+        return logits
+
+
+def _too_long(prompt: int, context: int, excess: int) -> str:
+    return (
+        f"The conversation takes {prompt:,} tokens, {excess:,} more than the context of "
+        f"{context:,} holds. Shorten the message or /clear the conversation."
+    )

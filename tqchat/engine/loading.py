@@ -1,0 +1,118 @@
+"""From a model's name to everything a turn needs, in memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from tqchat.chat.template import ChatTemplate
+from tqchat.chat.tokenizer import Tokenizer
+from tqchat.engine.cache import DenseCache, Int4Cache
+from tqchat.engine.events import EngineOptions, Loading, ModelInfo
+from tqchat.kernels import Backend, select
+from tqchat.models.checkpoint import Checkpoint, read_checkpoint
+from tqchat.models.config import Config
+from tqchat.models.errors import Stopped
+from tqchat.models.find import Progress, fetch, remember, resolve
+from tqchat.models.layers import Weights
+from tqchat.models.registry import Model, build
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Model
+    backend: Backend
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    info: ModelInfo
+
+
+def load(
+    name: str,
+    options: EngineOptions,
+    tell: Callable[[Loading], None],
+    stopped: Callable[[], bool],
+) -> LoadedModel:
+    """Find, fetch if needed, and read a model.
+
+    Raises ModelError or ChatError with what to do next, Stopped if `stopped` said so.
+    """
+
+    def fetched(progress: Progress) -> None:
+        tell(Loading(progress.label, progress.done_bytes, progress.total_bytes))
+
+    ref = resolve(name)
+    path = fetch(ref, fetched, stopped)
+    loaded = load_path(path, ref.name, options, tell, stopped)
+    remember(name)
+    return loaded
+
+
+def load_path(
+    path: Path,
+    name: str,
+    options: EngineOptions,
+    tell: Callable[[Loading], None] = lambda event: None,
+    stopped: Callable[[], bool] = lambda: False,
+    backend: Backend | None = None,
+) -> LoadedModel:
+    """Read the model in the folder or .gguf file `path`; `name` is for messages."""
+
+    def layer_read(done: int, total: int) -> None:
+        tell(Loading(f"Reading {name}", checkpoint.weights_bytes * done // total, total_bytes))
+        if stopped():
+            raise Stopped
+
+    checkpoint = read_checkpoint(path)
+    total_bytes = checkpoint.weights_bytes
+    tell(Loading(f"Reading {name}", 0, total_bytes))
+    if checkpoint.gguf_metadata is not None:
+        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata)
+        template = ChatTemplate.from_gguf(checkpoint.gguf_metadata)
+    else:
+        tokenizer = Tokenizer.from_folder(path)
+        template = ChatTemplate.from_folder(path)
+    backend = backend or select(_stored_dtype(checkpoint))
+    weights = Weights(name, checkpoint.weights, backend)
+    # Weights are read lazily; whoever else refers to them would keep them twice.
+    checkpoint.weights.clear()
+    model = build(Config(name, checkpoint.config), weights, backend, layer_read)
+    context = model.context if options.context is None else options.context
+    notes = [note for note in (backend.note,) if note]
+    if template.is_default:
+        notes.append("This model brings no chat template; a plain one is used.")
+    if context > model.context:
+        notes.append(f"Trained for {model.context:,} tokens; past that, answers may fall apart.")
+    _warm_up(model, backend, options)
+    info = ModelInfo(
+        name=name,
+        architecture=str(checkpoint.config.get("model_type")),
+        context=context,
+        weights_bytes=weights.nbytes,
+        device=_device_name(),
+        backend=backend.name,
+        kv=options.kv,
+        notes=tuple(notes),
+    )
+    return LoadedModel(model, backend, tokenizer, template, info)
+
+
+def _warm_up(model: Model, backend: Backend, options: EngineOptions) -> None:
+    """Compile the kernels now rather than at the first token."""
+    kind = Int4Cache if options.kv == "int4" else DenseCache
+    caches = [kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)]
+    mx.eval(model([0], caches))
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+    """The 16-bit type that a checkpoint's activations are meant to have."""
+    for key in ("model.embed_tokens.scales", "model.embed_tokens.weight"):
+        if key in checkpoint.weights:
+            return checkpoint.weights[key].dtype
+    return mx.float16
+
+
+def _device_name() -> str:
+    info = mx.device_info()
+    return str(info.get("device_name", "CPU"))
