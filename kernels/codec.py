@@ -36,7 +36,7 @@ def quantize(x: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
 
 def pack_codes(codes: mx.array) -> mx.array:
     """Codes (..., n) in -8..7 to words (..., n / 8) of uint32."""
-    nibbles = (codes + 8).astype(mx.uint32).reshape(*codes.shape[:-1], -1, 8)
+    nibbles = (codes + 8).astype(mx.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     shifts = mx.arange(8, dtype=mx.uint32) * 4
     return mx.left_shift(nibbles, shifts).sum(axis=-1).astype(mx.uint32)
 
@@ -45,7 +45,7 @@ def unpack_codes(words: mx.array) -> mx.array:
     """Words (..., n / 8) to codes (..., n), float32."""
     shifts = mx.arange(8, dtype=mx.uint32) * 4
     nibbles = mx.right_shift(words[..., None], shifts) & 15
-    return nibbles.astype(mx.float32).reshape(*words.shape[:-1], -1) - 8.0
+    return nibbles.astype(mx.float32).reshape(*words.shape[:-1], 8 * words.shape[-1]) - 8.0
 
 
 def pack_parameters(scale: mx.array, mid: mx.array) -> mx.array:

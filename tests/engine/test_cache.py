@@ -1,0 +1,133 @@
+"""The int4 cache against plain numpy: what it holds after any mix of chunks, steps and trims."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tqchat.engine.cache import DenseCache, Int4Cache
+from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Backend, select
+
+HEADS, DIM = 2, 32
+Array = NDArray[np.float64]
+
+
+def fake_quantise(x: Array, axis: int) -> Array:
+    """The codec's contract in numpy: float32 arithmetic, scale and mid in fp16."""
+    x = x.astype(np.float32)
+    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    step = (high - low) / np.float32(15)
+    scale = step.astype(np.float16).astype(np.float32)
+    mid = (low + 8 * step).astype(np.float16).astype(np.float32)
+    codes = np.clip(np.rint((x - mid) / np.where(scale, scale, np.inf)), -8, 7)
+    return mid.astype(np.float64) + scale.astype(np.float64) * codes
+
+
+def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
+    groups = q.shape[0] // k.shape[0]
+    k, v = np.repeat(k, groups, axis=0), np.repeat(v, groups, axis=0)
+    scores = scale * q @ k.swapaxes(1, 2)
+    tokens, length = scores.shape[1:]
+    scores[:, np.triu(np.ones((tokens, length), bool), length - tokens + 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+class Model:
+    """An int4 cache in float64: all K and V seen, and how many blocks are sealed."""
+
+    def __init__(self) -> None:
+        self.k = np.zeros((HEADS, 0, DIM))
+        self.v = np.zeros((HEADS, 0, DIM))
+        self.n_blocks = 0
+
+    def append(self, k: Array, v: Array) -> None:
+        self.k = np.concatenate([self.k, k], axis=1)
+        self.v = np.concatenate([self.v, v], axis=1)
+        tail = self.k.shape[1] - SINK - BLOCK * self.n_blocks
+        if tail > TAIL_MAX:
+            for _ in range((tail - TAIL_MIN) // BLOCK):
+                block = slice(SINK + BLOCK * self.n_blocks, SINK + BLOCK * (self.n_blocks + 1))
+                self.k[:, block] = fake_quantise(self.k[:, block], axis=1)
+                groups = self.v[:, block].reshape(HEADS, BLOCK, -1, 32)
+                self.v[:, block] = fake_quantise(groups, axis=3).reshape(HEADS, BLOCK, DIM)
+                self.n_blocks += 1
+
+    def trim(self, length: int) -> None:
+        self.k, self.v = self.k[:, :length].copy(), self.v[:, :length].copy()
+        sealed_end = SINK + BLOCK * self.n_blocks
+        self.n_blocks = min(self.n_blocks, max(0, length - SINK) // BLOCK)
+        # What a cut block held goes back to the 16-bit tail.
+        for x in (self.k, self.v):
+            back = x[:, SINK + BLOCK * self.n_blocks : sealed_end]
+            back[:] = back.astype(np.float16)
+
+
+step = st.one_of(st.integers(1, 8), st.integers(9, 200))
+action = st.one_of(step.map(lambda n: ("add", n)), st.integers(0, 400).map(lambda n: ("trim", n)))
+
+
+@pytest.mark.parametrize("make", [lambda: Backend(mx.float32), lambda: select(mx.float16)])
+@settings(max_examples=15, deadline=None)
+@given(actions=st.lists(action, min_size=1, max_size=8), seed=st.integers(0, 2**32 - 1))
+def test_attention_over_any_history(make, actions, seed) -> None:
+    rng = np.random.default_rng(seed)
+    backend = make()
+    cache, model = Int4Cache(backend, HEADS, DIM), Model()
+    for kind, amount in [*actions, ("add", 1)]:
+        if kind == "trim":
+            cache.trim(amount)
+            model.trim(amount)
+        else:
+            # K and V that fp16 holds exactly, so that both sides quantise the same numbers.
+            k, v = (
+                rng.normal(size=(HEADS, amount, DIM)).astype(np.float16).astype(np.float32)
+                for _ in range(2)
+            )
+            q = rng.normal(size=(2 * HEADS, amount, DIM)).astype(np.float32)
+            past = model.k, model.v
+            if amount <= 8:
+                model.append(k, v)
+                seen = model.k, model.v
+            else:
+                seen = np.concatenate([past[0], k], 1), np.concatenate([past[1], v], 1)
+                model.append(k, v)
+            out = cache.attend(*(backend.load_table(mx.array(x)) for x in (q, k, v)), 0.2)
+            expected = attention(q, *seen, 0.2)
+            np.testing.assert_allclose(np.array(out), expected, atol=2e-3, rtol=0)
+        assert cache.offset == model.k.shape[1]
+        tail = cache.offset - SINK - BLOCK * model.n_blocks
+        sealed = HEADS * model.n_blocks * 40 * DIM
+        fp16 = (min(cache.offset, SINK) + max(tail, 0)) * 4 * HEADS * DIM
+        assert cache.nbytes == sealed + fp16
+        assert cache.nbytes_allocated >= cache.nbytes
+        assert cache.nbytes_fp16 == cache.offset * 4 * HEADS * DIM
+
+
+def test_tail_keeps_64_to_127_tokens_while_decoding() -> None:
+    backend = select(mx.float16)
+    cache = Int4Cache(backend, HEADS, DIM)
+    x = backend.load_table(mx.ones((HEADS, 1, DIM)))
+    for length in range(1, 600):
+        cache.attend(x, x, x, 1.0)
+        tail = (cache.nbytes - cache._n_blocks * HEADS * 40 * DIM) // (4 * HEADS * DIM) - SINK
+        assert tail <= TAIL_MAX
+        assert length < SINK + TAIL_MIN or tail >= TAIL_MIN
+    assert cache.nbytes_allocated <= 1.1 * cache.nbytes + 4 * HEADS * DIM * 300
+
+
+def test_dense_cache_holds_what_it_is_given() -> None:
+    rng = np.random.default_rng(0)
+    backend = select(mx.float16)
+    cache = DenseCache(backend, HEADS, DIM)
+    k, v, q = (rng.normal(size=(HEADS, 700, DIM)).astype(np.float16) for _ in range(3))
+    k, v, q = (x.astype(np.float32) for x in (k, v, q))
+    for start, end in [(0, 300), (300, 301), (301, 700)]:
+        part = (backend.load_table(mx.array(x[:, start:end])) for x in (q, k, v))
+        out = cache.attend(*part, 0.3)
+        expected = attention(*(x[:, :end] for x in (q, k, v)), 0.3)[:, start:end]
+        np.testing.assert_allclose(np.array(out), expected, atol=2e-3, rtol=0)
+    cache.trim(10)
+    assert (cache.offset, cache.nbytes) == (10, 10 * 4 * HEADS * DIM)
