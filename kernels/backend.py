@@ -27,6 +27,8 @@ class Backend:
     """
 
     name = "plain MLX"
+    # What the person should know about this backend and how to get a better one; empty if nothing.
+    note = ""
     # Tokens prefilled at a time: a stop is heard between chunks, so one must stay short.
     prefill_chunk = 512
 
