@@ -16,6 +16,7 @@ BAD_INPUT = 2
 SUBCOMMANDS = {
     "models": "list the models on this machine",
     "pull": "fetch a model without chatting",
+    "bench": "measure speed and memory on this machine",
 }
 
 NO_MLX = (
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    engine_options = EngineOptions(options.kv, options.context)
+    engine_options = EngineOptions(options.kv, options.context, options.threads)
     sampling = Sampling(
         options.temperature,
         options.top_p,
@@ -91,6 +92,11 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _subcommand(name: str, arguments: Sequence[str]) -> int:
+    if name == "bench":
+        _require_mlx()
+        from tqchat.bench.command import main as bench
+
+        return bench(arguments)
     parser = argparse.ArgumentParser(prog=f"tqchat {name}", description=SUBCOMMANDS[name])
     if name == "pull":
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -118,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="the system prompt")
     add("--kv", choices=("int4", "fp16"), default="int4", help="how the KV cache is stored (int4)")
     add("--context", type=_positive, metavar="N", help="most tokens a conversation may take")
+    add("--threads", type=_positive, metavar="N", help="CPU threads (all that it may use)")
     add("--max-tokens", type=_positive, metavar="N", help="most tokens of one answer")
     defaults = Sampling()
     group = parser.add_argument_group("sampling")

@@ -105,6 +105,13 @@ class Session:
         allocated = sum(cache.nbytes_allocated for cache in self._caches)
         return memory.measure(self._loaded.info.weights_bytes, allocated)
 
+    def feed(self, ids: Sequence[int], n_logits: int = 1) -> mx.array:
+        """Take `ids` into the cache; returns logits (n_logits, vocab_size) of the last of them."""
+        logits = self._loaded.model(ids, self._caches, n_logits)
+        mx.eval(logits)
+        self._held.extend(ids)
+        return logits
+
     def turn(
         self,
         number: int,
@@ -147,7 +154,7 @@ class Session:
             mx.random.seed(sampling.seed)
         chunk = self._loaded.backend.prefill_chunk
         while True:
-            logits = self._step(prompt[len(self._held) : len(self._held) + chunk])
+            logits = self.feed(prompt[len(self._held) : len(self._held) + chunk])
             clock.prefilled = len(self._held) - clock.cached_tokens
             yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)
             if clock.stats_due():
@@ -178,7 +185,7 @@ class Session:
             if len(self._held) + 1 >= context:
                 reason = "context"
                 break
-            logits = self._step([token])
+            logits = self.feed([token])
         rest = detokenizer.finish()
         if rest:
             text.append(rest)
@@ -197,12 +204,6 @@ class Session:
                 cache.trim(shared)
             del self._held[shared:]
         return shared
-
-    def _step(self, ids: Sequence[int]) -> mx.array:
-        logits = self._loaded.model(ids, self._caches)
-        mx.eval(logits)
-        self._held.extend(ids)
-        return logits
 
 
 def _too_long(prompt: int, context: int, excess: int) -> str:

@@ -73,7 +73,7 @@ def load_path(
     else:
         tokenizer = Tokenizer.from_folder(path)
         template = ChatTemplate.from_folder(path)
-    backend = backend or select(_stored_dtype(checkpoint))
+    backend = backend or select(_stored_dtype(checkpoint), options.threads)
     weights = Weights(name, checkpoint.weights, backend)
     # Weights are read lazily; whoever else refers to them would keep them twice.
     checkpoint.weights.clear()
