@@ -1,0 +1,15 @@
+"""What can go wrong between what is typed and token ids."""
+
+_LONGEST = 600
+
+
+class ChatError(Exception):
+    """One line that says what is wrong and what to do next.
+
+    Parts of it may come from strangers' files: control characters are left out.
+    """
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.split())
+        line = "".join(c if c.isprintable() else "?" for c in line)
+        super().__init__(line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "...")

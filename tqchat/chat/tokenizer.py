@@ -1,0 +1,223 @@
+"""Text to token ids and back."""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import tokenizers
+
+from tqchat.chat.detokenizer import Detokenizer, Spelling
+from tqchat.chat.errors import ChatError
+from tqchat.chat.files import read_json
+from tqchat.chat.gguf_vocabulary import Json, tokenizer_json
+from tqchat.chat.sealed import alphabet_of, unseal, well_formed
+from tqchat.chat.template import ChatTemplate, token_text
+
+# Within the tokenizers library control tokens are spelled with this, so no text can spell them.
+_SECRET = secrets.token_hex(16)
+
+
+class Tokenizer:
+    """A model's vocabulary, and which of its tokens mean something to the chat.
+
+    A *control token* is one that the model takes as a mark and not as text: every added token of
+    tokenizer.json, special or not (`<think>`, `<tool_call>`), but for those of white space, and
+    those that are not special and have only letters and digits: they spell text in fewer tokens.
+    """
+
+    special_tokens: Mapping[str, int]
+    """The control tokens as they are spelled, with their ids."""
+    alphabet: str
+    """The characters that set control tokens apart from text (sealed.py says how)."""
+    vocab_size: int
+    """One more than the highest token id. A model's embedding may have more rows."""
+    bos_id: int | None
+    fingerprint: str
+    """Hash of vocabulary and chat template: under another one, ids mean something else."""
+
+    def __init__(
+        self, spec: Json, template: ChatTemplate, bos: str | int | None, eos: Iterable[str | int]
+    ) -> None:
+        """From the contents of a tokenizer.json, which is altered.
+
+        `bos` and `eos` are tokens or ids; those that do not exist are left out. Raises ChatError
+        for a tokenizer that is damaged or of a kind not known here.
+        """
+        self._template = template
+        self.fingerprint = hashlib.sha256(
+            json.dumps([spec, template.source]).encode("utf-8", "surrogatepass")
+        ).hexdigest()
+        with _damage_as_chat_error():
+            self._build(spec)
+        self.bos_id = None if bos is None else self._id(bos)
+        self._eos = frozenset(token for name in eos if (token := self._id(name)) is not None)
+
+    def _build(self, spec: Json) -> None:
+        added = {token["content"]: token for token in spec.setdefault("added_tokens", [])}
+        control = [content for content, token in added.items() if _is_control(token)]
+        secret = {content: f"\ue000{_SECRET}{i}\ue001" for i, content in enumerate(control)}
+        self._spelling = Spelling.from_json(spec.get("decoder"))
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(_respelled(spec, secret)))
+        ids: dict[str, int] = {}
+        for content, token in added.items():
+            ids[content] = token["id"]
+            if self._tokenizer.token_to_id(secret.get(content, content)) != token["id"]:
+                raise ValueError(f"the id of {content} is taken")
+        self.special_tokens = MappingProxyType({content: ids[content] for content in control})
+        self.alphabet = alphabet_of(control)
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self._secret = secret
+        longest_first = sorted(control, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._bytes = {
+            ids[content]: b"" if token.get("special") else self._spelling.bytes_of_added(content)
+            for content, token in added.items()
+        }
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Self:
+        """From tokenizer.json and its companions in a model's folder. Raises ChatError."""
+        spec = read_json(path / "tokenizer.json")
+        if not spec:
+            raise ChatError(
+                f"{path} has no tokenizer.json, and a SentencePiece tokenizer.model alone is not "
+                "supported. Use a conversion of the model that has one (mlx-community), or a .gguf."
+            )
+        config = read_json(path / "tokenizer_config.json")
+        with _damage_as_chat_error():
+            _add_tokens(spec, config)
+        template = ChatTemplate.from_folder(path)
+        eos: list[str | int] = [
+            token
+            for name in ("config.json", "generation_config.json")
+            for token in _ids(read_json(path / name).get("eos_token_id"))
+        ]
+        eos.append(template.special_tokens.get("eos_token", ""))
+        return cls(spec, template, template.special_tokens.get("bos_token"), eos)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """From a GGUF file's metadata. Raises ChatError."""
+
+        def token(name: str) -> list[int]:
+            return _ids(metadata.get(f"tokenizer.ggml.{name}_token_id"))
+
+        return cls(
+            tokenizer_json(metadata),
+            ChatTemplate.from_gguf(metadata),
+            next(iter(token("bos")), None),
+            token("eos") + token("eot") + token("eom"),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids for `text` as it is: nothing is added, and no control token comes of it."""
+        return list(self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids)
+
+    def encode_prompt(self, sealed: str) -> list[int]:
+        """Ids for a rendered template whose messages are sealed (ChatTemplate.render_sealed).
+
+        The whole is encoded in one go, so that text merges across the borders of messages as it
+        did in training.
+        """
+        spelled = self._control.sub(lambda match: self._secret[match[0]], sealed)
+        return self.encode(unseal(spelled, self.alphabet))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text without special tokens. Ids that do not exist are left out."""
+        stream = self.stream()
+        return "".join([*map(stream.add, ids), stream.finish()])
+
+    def stream(self) -> Detokenizer:
+        return Detokenizer(self._bytes_of, self._spelling.strip_first_space)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end an answer.
+
+        What config.json, generation_config.json and tokenizer_config.json, or the GGUF file, name,
+        and what the chat template puts after an answer. Raises ChatError as the template does.
+        """
+        end_of_turn = self._template.end_of_turn(self._control)
+        return self._eos | ({self.special_tokens[end_of_turn]} if end_of_turn else set())
+
+    def _id(self, token: str | int) -> int | None:
+        if isinstance(token, str):
+            known = self.special_tokens.get(token)
+            return self._tokenizer.token_to_id(token) if known is None else known
+        return token if 0 <= token < self.vocab_size else None
+
+    def _bytes_of(self, token: int) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            piece = self._tokenizer.id_to_token(token) if token >= 0 else None
+            known = self._bytes[token] = self._spelling.bytes_of(piece or "")
+        return known
+
+
+@contextmanager
+def _damage_as_chat_error() -> Iterator[None]:
+    try:
+        yield
+    except ChatError:
+        raise
+    except Exception as error:  # The tokenizers library raises no class of its own.
+        raise ChatError(
+            f"The model's tokenizer cannot be read ({type(error).__name__}: {error}): fetch the "
+            "model again."
+        ) from None
+
+
+def _is_control(token: Json) -> bool:
+    content: str = token["content"].replace("▁", " ")
+    if content.isspace():
+        return False
+    return bool(token.get("special")) or not all(c.isalnum() or c.isspace() for c in content)
+
+
+def _respelled(spec: Json, secret: Mapping[str, str]) -> Json:
+    """`spec` with other strings for tokens, under the same ids. What else it adds is left out.
+
+    Without the merges that lead to them, the tokens cannot come of text by merging either.
+    """
+    model = spec["model"]
+    vocab = model["vocab"]
+    for token in spec["added_tokens"]:
+        content = token["content"]
+        if content in secret:
+            token |= {"content": secret[content], "normalized": False, "single_word": False}
+        if isinstance(vocab, dict):
+            # A token that the vocabulary has keeps its id; the library would count on otherwise.
+            vocab[token["content"]] = vocab.pop(content, token["id"])
+    if isinstance(vocab, list):
+        model["vocab"] = [[secret.get(piece, piece), score] for piece, score in vocab]
+    if "merges" in model:
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & secret.keys()]
+    if model.get("unk_token") in secret:
+        model["unk_token"] = secret[model["unk_token"]]
+    return spec | {"post_processor": None, "truncation": None, "padding": None}
+
+
+def _add_tokens(spec: Json, config: Json) -> None:
+    """Add what tokenizer_config.json says of added tokens, which wins, as in transformers."""
+    decoder = config.get("added_tokens_decoder")
+    if not isinstance(decoder, dict):
+        return
+    tokens = {token.get("content"): token for token in spec.get("added_tokens", [])}
+    for index, token in decoder.items():
+        if token_text(token) is not None:
+            tokens[token["content"]] = {"id": int(index)} | token
+    spec["added_tokens"] = sorted(tokens.values(), key=lambda token: token["id"])
+
+
+def _ids(value: Any) -> list[int]:
+    """Ids as config.json has them: one, or a list."""
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
