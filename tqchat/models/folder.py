@@ -1,0 +1,70 @@
+"""What lies in a model folder, as Hugging Face and MLX write it, found without reading tensors."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tqchat.models.errors import ModelError
+
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+INDEX = "model.safetensors.index.json"
+_LARGEST_JSON = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ModelError."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ModelError(f"{path} is too large for a model's {path.name}. Fetch it again.")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is not JSON: fetch the model again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object: fetch the model again.")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json. Raises ModelError."""
+    if not folder.is_dir():
+        raise ModelError(f"There is no folder {folder}. Check the name.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model. {_other(folder)}")
+    return read_json(folder / "config.json")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model, all of them there. Raises ModelError."""
+    if not (folder / INDEX).exists():
+        if files := sorted(file for file in folder.iterdir() if WEIGHTS.fullmatch(file.name)):
+            return files
+        raise ModelError(f"{folder} holds no model*.safetensors. {_other(folder)}")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / INDEX} has no weight_map: fetch the model again.")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{folder / INDEX} names {name!r}, which is not a shard's file name.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {missing[0]} ({len(missing)} of {len(names)} shards are missing): "
+            "fetch the model again."
+        )
+    return [folder / name for name in names]
+
+
+def _other(folder: Path) -> str:
+    """What to do with a folder that holds something else."""
+    if ggufs := sorted(folder.glob("*.gguf")):
+        return f"Name the GGUF file in it: {ggufs[0]}"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return (
+            "It holds PyTorch pickles, which can run code when they are read: "
+            "choose a version of the model in safetensors or GGUF."
+        )
+    return "Name a folder with config.json and safetensors, or a .gguf file."
