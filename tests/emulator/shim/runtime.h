@@ -1,0 +1,56 @@
+// What a translated kernel needs from the machine that runs it: see runtime.cpp.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace msl {
+
+constexpr int kSimdWidth = 32;
+
+// The operations at which all lanes of a simdgroup meet.
+enum class Op : uint8_t { none, shuffle, reduce, broadcast, vote, scan, matrix, barrier };
+
+struct Simdgroup;
+
+struct Lane {
+  void* stack_pointer;
+  char *stack_low, *stack_high;
+  Simdgroup* simdgroup;
+  uint32_t index;             // in the threadgroup
+  uint32_t index_in_simd;
+  uint32_t position[3];       // in the threadgroup
+  uint32_t grid_position[3];
+  uint32_t simd_epoch[2];     // simdgroup barriers passed, for device and threadgroup memory
+  uint32_t order;             // place in the order of execution within its simdgroup
+  enum State : uint8_t { ready, at_simd_op, at_threadgroup_barrier, finished } state;
+  Op op;
+  int line, memory;  // of the barrier or operation it waits at
+};
+
+struct Simdgroup {
+  alignas(64) unsigned char in[kSimdWidth][16];  // what each lane brought to the meeting
+  unsigned char out[kSimdWidth][16];             // the same, kept until all have read it
+  unsigned char reduced[16];
+  bool is_reduced;
+  uint32_t id, lanes, arrived;
+  Lane* by_index[kSimdWidth];
+  Lane* by_order[kSimdWidth];
+};
+
+struct Geometry {
+  uint32_t grid[3], threadgroup[3], group_position[3], groups[3];
+  uint32_t group_size[3];  // of this threadgroup: the last ones may be smaller
+  uint32_t simdgroups;
+};
+
+extern Lane* lane;  // the lane now running
+extern Geometry geometry;
+extern int reduction_tree;
+extern const void* arguments[64];
+
+void meet(Op op, int line);  // returns when every lane of the simdgroup has called it
+void threadgroup_barrier(int memory, int line);
+void simdgroup_barrier(int memory, int line);
+void* threadgroup_variable(const void* key, size_t size, const char* name, int line);
+
+}  // namespace msl
