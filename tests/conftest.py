@@ -1,0 +1,22 @@
+"""What all tests share: the built-in model, and folders that are not the user's own."""
+
+from pathlib import Path
+
+import pytest
+
+from tqchat.models import builtin
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The built-in model, fetched once into the user's cache as the program does it."""
+    return builtin.fetch(lambda progress: None, lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Settings, conversations and memory of a test, and of what it starts, lie in a new folder."""
+    home = tmp_path_factory.mktemp("home")
+    for kind in ("CONFIG", "DATA", "STATE"):
+        monkeypatch.setenv(f"XDG_{kind}_HOME", str(home / kind.lower()))
+    return home
