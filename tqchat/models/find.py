@@ -50,9 +50,8 @@ def resolve(name: str) -> ModelRef:
     """
     if name == BUILTIN:
         return ModelRef(name, "builtin")
-    path = Path(name).expanduser()
-    if name and path.exists():
-        return _on_disk(path.absolute())
+    if path := _existing(name):
+        return _on_disk(path)
     owner, _, rest = name.partition("/")
     repo, _, file = rest.partition("/")
     repo_id = f"{owner}/{repo}"
@@ -119,6 +118,14 @@ def remember(name: str) -> None:
 
 def _memory() -> Path:
     return paths.state_dir() / "last-model.json"
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path.absolute() if name and path.exists() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def _on_disk(path: Path) -> ModelRef:

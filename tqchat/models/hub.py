@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +161,8 @@ def _main(repo_id: str, file: str | None = None) -> None:
     except Exception as error:
         message = {"error": _what_to_do(error, repo_id)}
     print(json.dumps(message), flush=True)
+    # Without waiting for the threads that still fetch other files.
+    os._exit(0)
 
 
 class _Download:
@@ -188,8 +190,9 @@ class _Download:
             snapshot_download(self._repo_id, allow_patterns=small)
         self._make_sure_of_room(large)
         self._total = sum(sibling.lfs.size for sibling in large if sibling.lfs)
-        with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            list(pool.map(lambda sibling: self._fetch_large(sibling, info.sha), large))
+        pool = ThreadPoolExecutor(_PARALLEL_FILES)
+        for done in as_completed(pool.submit(self._fetch_large, s, info.sha) for s in large):
+            done.result()
         folder = Path(snapshot_download(self._repo_id, allow_patterns=wanted))
         return folder / file if file else folder
 
@@ -224,9 +227,8 @@ class _Download:
         return self._blobs / sha256, self._blobs / f"{sha256}.incomplete"
 
     def _fetch_large(self, sibling: "RepoSibling", commit: str | None) -> None:
-        from huggingface_hub import hf_hub_url
+        from huggingface_hub import get_token, hf_hub_url
         from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers
 
         assert sibling.lfs
         name, size, sha256 = sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256
@@ -238,13 +240,9 @@ class _Download:
                 url = hf_hub_url(self._repo_id, name, revision=commit)
                 if file.tell() > size:
                     file.truncate(0)
-                http_get(
-                    url,
-                    file,
-                    resume_size=file.tell(),
-                    headers=build_hf_headers(),
-                    expected_size=size,
-                )
+                token = get_token()
+                headers = {"authorization": f"Bearer {token}"} if token else {}
+                http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size)
                 os.fsync(file.fileno())
                 with part.open("rb") as whole:
                     digest = hashlib.file_digest(whole, "sha256").hexdigest()
