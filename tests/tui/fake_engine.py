@@ -1,0 +1,121 @@
+"""An engine that answers from a script, on the caller's thread: tests move it on step by step."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tqchat.chat.conversation import Message
+from tqchat.engine.events import (
+    CacheUse,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Loaded,
+    Loading,
+    Memory,
+    ModelInfo,
+    Prefilling,
+    Sampling,
+    Stats,
+    Token,
+    Usage,
+)
+from tqchat.tui.app import Opened
+
+GIB = 1024**3
+MIB = 1024**2
+CONTEXT = 8192
+
+MODEL = ModelInfo(
+    name="SmolLM2-135M-Instruct",
+    architecture="llama",
+    context=CONTEXT,
+    weights_bytes=92 * MIB,
+    device="cpu",
+    backend="cpu",
+    kv="int4",
+)
+
+
+@dataclass
+class FakeEngine:
+    """Records what it is asked for. Every `say_*` puts events where the screen will find them."""
+
+    events: deque[Event] = field(default_factory=deque)
+    alive: bool = True
+    loads: list[str] = field(default_factory=list)
+    turns: list[tuple[Message, ...]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    stops: int = 0
+    clears: int = 0
+    closed: bool = False
+    tokens: int = 0
+
+    def load(self, model: str) -> None:
+        self.loads.append(model)
+
+    def generate(
+        self, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None = None
+    ) -> int:
+        self.turns.append(tuple(messages))
+        self.samplings.append(sampling)
+        return len(self.turns)
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def clear(self) -> None:
+        self.clears += 1
+        self.tokens = 0
+        self.events.append(Stats(Usage(0, 0, 0, 0.0, 0.0, 0.0), self.cache, self.memory))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def open(self) -> Opened:
+        return Opened(self, "smollm2")
+
+    @property
+    def turn(self) -> int:
+        return len(self.turns)
+
+    @property
+    def cache(self) -> CacheUse:
+        per_token = 30 * 3 * 64 * 2 * 2
+        held = int(self.tokens * per_token * 0.34)
+        return CacheUse(self.tokens, CONTEXT, held, held + 40_000, self.tokens * per_token)
+
+    @property
+    def memory(self) -> Memory:
+        cache = self.cache.kv_bytes_allocated
+        return Memory(92 * MIB, cache, 310 * MIB, 11 * GIB, 15 * GIB)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(412, 380, 96, 1.27, 148.0, 21.4)
+
+    def say_loading(self, label: str, done: int, total: int) -> None:
+        self.events.append(Loading(label, done, total))
+
+    def say_loaded(self, model: ModelInfo = MODEL) -> None:
+        self.events.append(Loaded(model, self.cache, self.memory))
+
+    def say_load_failed(self, message: str) -> None:
+        self.events.append(Failed(None, message))
+
+    def say_prefilling(self, done: int, total: int, cached: int = 0) -> None:
+        self.events.append(Prefilling(self.turn, done, total, cached))
+
+    def say(self, text: str) -> None:
+        self.events.append(Token(self.turn, text))
+
+    def say_stats(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.events.append(Stats(self.usage, self.cache, self.memory))
+
+    def say_finished(self, text: str, reason: FinishReason = "stop") -> None:
+        self.events.append(Finished(self.turn, reason, text, self.usage, self.cache, self.memory))
+
+    def say_failed(self, message: str, excess: int = 0) -> None:
+        self.events.append(Failed(self.turn, message, excess))

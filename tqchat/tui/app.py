@@ -1,0 +1,669 @@
+"""The application: what is typed goes to the engine, what the engine tells goes on the screen."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import ClassVar, Protocol
+
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+
+from tqchat.chat.conversation import Conversation as Talk
+from tqchat.chat.conversation import Message
+from tqchat.engine.events import (
+    EngineOptions,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Loaded,
+    Loading,
+    ModelInfo,
+    Prefilling,
+    Sampling,
+    Stats,
+    Token,
+    Usage,
+)
+from tqchat.tui import themes, welcome
+from tqchat.tui.commands import COMMANDS, Command, Unknown, find
+from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
+from tqchat.tui.figures import rate_text, seconds_text
+from tqchat.tui.state import Figures, Progress
+from tqchat.tui.terminal import keep_pastes_whole
+from tqchat.tui.text import clean_line
+from tqchat.tui.widgets.bars import Activity, Header, KeyHints
+from tqchat.tui.widgets.conversation import Conversation
+from tqchat.tui.widgets.panels import CompactStatus, SidePanel
+from tqchat.tui.widgets.prompt import CommandMenu, Prompt
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1 / 15
+_HINT_S = 4.0
+_ENDINGS: dict[FinishReason, str] = {
+    "stop": "",
+    "stopped": "stopped",
+    "length": "cut at the most tokens allowed (--max-tokens)",
+    "context": "the context is full: /clear starts afresh, --context N makes more room",
+}
+
+
+class ChatEngine(Protocol):
+    """What the screen needs of an engine. Events arrive in `events`; `alive` is False once the
+    thread that fills it has ended."""
+
+    events: deque[Event]
+
+    @property
+    def alive(self) -> bool: ...
+    def load(self, model: str) -> None: ...
+    def generate(
+        self, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None = None
+    ) -> int: ...
+    def stop(self) -> None: ...
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A started engine and the model to load. `suggest_larger`: nobody chose this small model."""
+
+    engine: ChatEngine
+    model: str
+    suggest_larger: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a conversation is held with."""
+
+    system: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+
+
+@dataclass
+class _Turn:
+    """A question under way. `shown` is it as typed, with tokens for what was pasted."""
+
+    number: int
+    question: Question
+    text: str
+    shown: str
+    answer: Answer | None = None
+    tokens: int = 0
+    began: float = field(default_factory=monotonic)
+
+
+@dataclass
+class _Waiting:
+    question: Question
+    text: str
+    shown: str
+
+
+class ChatApp(App[int]):
+    """`open_engine` is called on a thread of its own after the first frame: it may import MLX."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "tqchat"
+    AUTO_FOCUS = "Prompt"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]  # noqa: RUF012
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "copy_or_stop", show=False, priority=True),
+        Binding("escape", "stop", show=False),
+        Binding("ctrl+q", "leave", show=False, priority=True),
+        Binding("ctrl+b,f2", "toggle_panel", show=False, priority=True),
+        Binding("pageup", "scroll('page_up')", show=False, priority=True),
+        Binding("pagedown", "scroll('page_down')", show=False, priority=True),
+        Binding("ctrl+home", "scroll('home')", show=False, priority=True),
+        Binding("ctrl+end", "scroll('end')", show=False, priority=True),
+    ]
+    KEYS: ClassVar[Sequence[tuple[str, str]]] = (
+        ("Enter", "send"),
+        ("Ctrl-J", "new line (Shift-Enter and Alt-Enter too, where the terminal has them)"),
+        ("Esc", "stop the answer; what waits comes back to the prompt"),
+        ("Ctrl-C", "copy what is selected, else stop"),
+        ("Ctrl-D", "leave, when the prompt is empty"),
+        ("Up, Down", "earlier messages"),
+        ("PgUp, PgDn", "scroll; Ctrl-End goes to the newest"),
+        ("Ctrl-P", "all commands, searchable"),
+        ("Ctrl-B, F2", "show or hide the figures"),
+    )
+
+    def __init__(
+        self, open_engine: Callable[[], Opened], settings: Settings, theme: str = themes.DARK
+    ) -> None:
+        super().__init__()
+        self._open_engine = open_engine
+        self._given = settings
+        self._settings = settings
+        self._opened: Opened | None = None
+        self._open_fault: BaseException | None = None
+        self._opener = threading.Thread(target=self._open, name="open-engine", daemon=True)
+        self._dead = False
+        self._loading: Progress | None = Progress("Starting")
+        self._reading: Progress | None = None
+        self._figures = Figures()
+        self._talk = Talk(settings.system or "")
+        self._turn: _Turn | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._hint = ("", 0.0)
+        self._ticks = 0
+        self._draw_at = 0.0
+        self._text: list[str] = []
+        self._last_usage: Usage | None = None
+        found, faults = themes.shipped()
+        for one in found:
+            self.register_theme(one)
+        self._theme_faults = faults
+        self.theme = theme
+
+    def get_css_variables(self) -> dict[str, str]:
+        self.theme_variables = themes.complete(super().get_css_variables())
+        return self.theme_variables
+
+    def compose(self) -> ComposeResult:
+        self._header = Header()
+        self._conversation = Conversation()
+        self._menu = CommandMenu()
+        self._activity = Activity()
+        self._prompt = Prompt(self._menu)
+        self._compact = CompactStatus()
+        self._side = SidePanel()
+        self._key_hints = KeyHints()
+        yield self._header
+        with Horizontal(id="main"):
+            with Vertical(id="chat"):
+                yield self._conversation
+                with Vertical(id="foot"):
+                    yield self._activity
+                    yield self._menu
+                    with Horizontal(id="box"):
+                        yield self._prompt
+                yield self._compact
+            yield self._side
+        yield self._key_hints
+
+    def on_mount(self) -> None:
+        self._conversation.append(welcome.greeting())
+        for fault in self._theme_faults:
+            self._conversation.append(Fault(clean_line(fault)))
+        self._draw_figures()
+        self._draw_bars()
+        self.call_after_refresh(self._opener.start)
+        self.set_interval(TICK_S, self._tick)
+
+    # The engine
+
+    def _open(self) -> None:
+        try:
+            opened = self._open_engine()
+            opened.engine.load(opened.model)
+            self._opened = opened
+        except BaseException as fault:
+            log.exception("The engine did not start")
+            self._open_fault = fault
+
+    def close_engine(self) -> None:
+        """Ends the engine, if it was started. Waits for what cannot be interrupted."""
+        if self._opener.is_alive():
+            self._opener.join()
+        if self._opened is not None:
+            self._opened.engine.close()
+
+    @property
+    def _engine(self) -> ChatEngine | None:
+        return None if self._opened is None or self._dead else self._opened.engine
+
+    @property
+    def busy(self) -> bool:
+        """Whether the model is being loaded or is answering."""
+        return self._turn is not None or self._loading is not None
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        if self._ticks % 2:
+            self._activity.tick()
+        self._drain()
+        if monotonic() >= self._draw_at:
+            began = monotonic()
+            self._draw_text()
+            # Never more than a tenth of the time goes into drawing, however slow that is.
+            self._draw_at = monotonic() + min(9 * (monotonic() - began), 1.0)
+        self._draw_bars()
+
+    def _drain(self) -> None:
+        if self._open_fault is not None:
+            fault, self._open_fault = self._open_fault, None
+            self._failed_to_load(f"The engine did not start: {type(fault).__name__}: {fault}")
+        if (engine := self._engine) is None:
+            return
+        changed = False
+        # What the engine said before it ended is read first.
+        alive = engine.alive
+        while engine.events:
+            event = engine.events.popleft()
+            changed |= self._take(event)
+        if not alive:
+            self._engine_died()
+        if changed:
+            self._draw_figures()
+
+    def _take(self, event: Event) -> bool:
+        """Acts on one event; True if the figures changed."""
+        figures = self._figures
+        match event:
+            case Loading(label, done, total):
+                if self._loading is None or self._loading.label != label:
+                    self._loading = Progress(label, skipped=done)
+                self._loading.advance(done, total)
+                return False
+            case Loaded(model, cache, memory):
+                figures.model, figures.cache, figures.memory = model, cache, memory
+                figures.kv = model.kv
+                self._loaded(model)
+            case Stats(usage, cache, memory):
+                figures.cache, figures.memory = cache, memory
+                if self._turn is not None:
+                    figures.usage = usage
+            case Failed(None, message):
+                self._failed_to_load(message)
+                return False
+            case Prefilling(turn, done, total, cached):
+                if self._is_running(turn):
+                    if self._reading is None:
+                        self._reading = Progress("Reading", skipped=cached)
+                    self._reading.advance(done, total)
+                return False
+            case Token(turn, text):
+                return self._is_running(turn) and self._token(text)
+            case Finished(turn, reason, text, usage, cache, memory):
+                figures.cache, figures.memory = cache, memory
+                if self._is_running(turn):
+                    figures.usage = self._last_usage = usage
+                    self._finished(reason, text)
+            case Failed(turn, message, excess):
+                if turn is not None and self._is_running(turn):
+                    self._failed(message, excess)
+                return False
+        return True
+
+    def _is_running(self, turn: int) -> bool:
+        return self._turn is not None and self._turn.number == turn
+
+    def _loaded(self, model: ModelInfo) -> None:
+        self._loading = None
+        said: list[Entry] = [Notice(clean_line(note)) for note in model.notes]
+        if self._opened is not None and self._opened.suggest_larger:
+            said.insert(0, welcome.larger_model(model))
+        # Before the messages that wait for the model.
+        place = len(self._conversation.entries) - len(self._waiting)
+        for entry in reversed(said):
+            self._conversation.insert(place, entry)
+        self._next()
+
+    def _failed_to_load(self, message: str) -> None:
+        self._loading = None
+        self._conversation.append(
+            Fault(f"{clean_line(message)}\n/retry tries to load the model again, /quit leaves.")
+        )
+        self._take_back_waiting()
+
+    def _engine_died(self) -> None:
+        self._dead = True
+        self._loading = None
+        if self._turn is not None:
+            self._failed("The engine has stopped working.", 0)
+        self._take_back_waiting()
+        self._conversation.append(
+            Fault(
+                "The engine has ended, so nothing more can be answered. Copy what you need, leave "
+                "with /quit and start again; the log file says more."
+            )
+        )
+
+    # A turn
+
+    def on_prompt_sent(self, event: Prompt.Sent) -> None:
+        command = find(event.text)
+        if isinstance(command, Command):
+            command.run(self)
+        elif isinstance(command, Unknown):
+            self._prompt.put_back(event.shown)
+            self.hint(clean_line(command.message))
+        elif self._dead or (self._opened is not None and not self.busy and not self._figures.model):
+            self._prompt.put_back(event.shown)
+            self.hint("No model is loaded. /retry tries again, /quit leaves.")
+        else:
+            self._send(event.text, event.shown)
+
+    def on_prompt_leave(self) -> None:
+        self.action_leave()
+
+    def _send(self, text: str, shown: str) -> None:
+        question = Question(shown)
+        self._waiting.append(_Waiting(question, text, shown))
+        if self.busy:
+            question.waiting("waits for the model" if self._loading else "waits for the answer")
+        self._conversation.append(question)
+        self._conversation.show_end()
+        self._next()
+
+    def _next(self) -> None:
+        """Starts the next turn, if one waits and nothing runs."""
+        if self.busy or not self._waiting or (engine := self._engine) is None:
+            return
+        waiting = self._waiting.popleft()
+        waiting.question.waiting("")
+        self._conversation.update_entry(waiting.question)
+        self._talk.add("user", waiting.text)
+        number = engine.generate(
+            self._talk.prompt(), self._settings.sampling, self._settings.max_tokens
+        )
+        self._turn = _Turn(number, waiting.question, waiting.text, waiting.shown)
+        self._reading = None
+
+    def _token(self, text: str) -> bool:
+        turn = self._turn
+        assert turn is not None
+        if turn.answer is None:
+            turn.answer = Answer()
+            place = self._conversation.entries.index(turn.question) + 1
+            self._conversation.insert(place, turn.answer)
+            self._reading = None
+            self._figures.begin_decoding()
+        turn.tokens += 1
+        self._text.append(text)
+        return self._figures.count_tokens(1)
+
+    def _draw_text(self) -> None:
+        if self._text and self._turn is not None and self._turn.answer is not None:
+            self._turn.answer.feed("".join(self._text))
+            self._text.clear()
+            self._conversation.update_entry(self._turn.answer)
+
+    def _finished(self, reason: FinishReason, text: str) -> None:
+        turn = self._turn
+        assert turn is not None
+        self._draw_text()
+        self._turn = self._reading = None
+        if reason == "stopped" and not text:
+            self._take_back(turn)
+        else:
+            self._talk.add("assistant", text)
+            answer = turn.answer or Answer()
+            answer.finish(self._footer(reason), "$text-muted" if reason == "stop" else "$warning")
+            if turn.answer is None:
+                place = self._conversation.entries.index(turn.question) + 1
+                self._conversation.insert(place, answer)
+            else:
+                self._conversation.update_entry(answer)
+        self._next()
+
+    def _footer(self, reason: FinishReason) -> str:
+        usage = self._figures.usage
+        facts = [f"{usage.completion_tokens:,} tokens"]
+        if usage.decode_tps:
+            facts.append(f"{rate_text(usage.decode_tps)} tok/s")
+        if usage.ttft_s:
+            facts.append(f"first after {seconds_text(usage.ttft_s)}")
+        if _ENDINGS[reason]:
+            facts.insert(0, _ENDINGS[reason])
+        return " · ".join(facts)
+
+    def _failed(self, message: str, excess: int) -> None:
+        turn = self._turn
+        assert turn is not None
+        self._draw_text()
+        self._turn = self._reading = None
+        message = clean_line(message)
+        if excess and f"{excess:,}" not in message and str(excess) not in message:
+            message = f"Too long by {excess:,} tokens. {message}"
+        if turn.answer is not None:
+            turn.answer.finish("not finished", "$warning")
+            self._conversation.update_entry(turn.answer)
+        self._take_back(turn)
+        self._take_back_waiting()
+        self._conversation.append(Fault(message))
+        self._conversation.show_end()
+
+    def _take_back(self, turn: _Turn) -> None:
+        """The message was not answered: it returns to the prompt and leaves the conversation."""
+        self._talk.remove_last()
+        if turn.answer is None:
+            self._conversation.remove_entry(turn.question)
+        self._prompt.put_back(turn.shown)
+
+    def _take_back_waiting(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.pop()
+            self._conversation.remove_entry(waiting.question)
+            self._prompt.put_back(waiting.shown)
+
+    # Drawing
+
+    def _draw_figures(self) -> None:
+        self._side.draw(self._figures)
+        self._compact.draw(self._figures)
+
+    def _draw_bars(self) -> None:
+        now = monotonic()
+        turn, activity = self._turn, self._activity
+        hint, until = self._hint
+        if self._dead:
+            state, style = "stopped", "$error"
+        elif self._loading is not None:
+            state, style = "loading", "$warning"
+        elif turn is not None:
+            state, style = ("answering" if turn.answer else "reading"), "$accent"
+        elif self._figures.model is None:
+            state, style = "no model", "$error"
+        else:
+            state, style = "ready", "$success"
+        self._header.draw(self._figures.model, state, style)
+        if hint and now < until:
+            activity.show_idle(hint)
+        elif self._loading is not None:
+            activity.show_loading(self._loading)
+        elif turn is not None and turn.answer is not None:
+            activity.show_answering(turn.tokens, now - turn.began)
+        elif self._reading is not None and self._reading.total:
+            activity.show_reading(self._reading)
+        elif turn is not None:
+            activity.show_busy("Reading")
+        else:
+            activity.show_idle()
+        self._key_hints.draw(self._keys_now())
+
+    def _keys_now(self) -> Sequence[tuple[str, str]]:
+        keys: list[tuple[str, str]] = []
+        if self._menu.display:
+            return (("↑↓", "choose"), ("Tab", "complete"), ("Enter", "run"))
+        if self.busy:
+            keys.append(("Esc", "stop"))
+        if not self._conversation.following:
+            keys.append(("^End", "newest"))
+        keys += [("Enter", "send"), ("^J", "new line"), ("/", "commands"), ("^B", "figures")]
+        if not self.busy:
+            keys.append(("^D", "leave"))
+        return tuple(keys)
+
+    def hint(self, text: str) -> None:
+        """A passing line above the prompt."""
+        self._hint = (text, monotonic() + _HINT_S)
+        self._draw_bars()
+
+    # Keys
+
+    def action_copy_or_stop(self) -> None:
+        selected = self.screen.get_selected_text() or self._prompt.selected_text
+        if selected:
+            self._copy(selected, "The selection")
+            self.screen.clear_selection()
+        elif self.busy:
+            self.action_stop()
+        else:
+            self.hint("Nothing to stop. Ctrl-D or /quit leaves.")
+
+    def action_stop(self) -> None:
+        if self._menu.display:
+            self._menu.display = False
+        elif self.busy and (engine := self._engine) is not None:
+            self._take_back_waiting()
+            engine.stop()
+            self.hint("Stopping …")
+        else:
+            self.screen.clear_selection()
+
+    def action_leave(self) -> None:
+        self.exit(0)
+
+    def action_toggle_panel(self) -> None:
+        self.screen.toggle_class("-calm")
+
+    def action_scroll(self, way: str) -> None:
+        conversation = self._conversation
+        match way:
+            case "page_up":
+                conversation.scroll_page_up(animate=False)
+            case "page_down":
+                conversation.scroll_page_down(animate=False)
+            case "home":
+                conversation.scroll_home(animate=False)
+            case "end":
+                conversation.show_end()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        for command in COMMANDS:
+            yield SystemCommand(
+                f"/{command.name}", command.help, lambda command=command: command.run(self)
+            )
+
+    # Commands
+
+    def show_help(self) -> None:
+        self._conversation.append(
+            Listing("Commands", [(f"/{command.name}", command.help) for command in COMMANDS])
+        )
+        self._conversation.append(Listing("Keys", self.KEYS))
+        self._conversation.show_end()
+
+    def clear(self) -> None:
+        """Forgets the conversation; a running answer is stopped first."""
+        if (engine := self._engine) is not None:
+            if self._turn is not None:
+                engine.stop()
+            engine.clear()
+        self._turn = self._reading = None
+        self._text.clear()
+        self._waiting.clear()
+        self._talk.clear()
+        self._figures.usage = Usage(0, 0, 0, 0.0, 0.0, 0.0)
+        self._figures.speeds.clear()
+        self._conversation.empty()
+        self._conversation.append(Notice("The conversation is forgotten and its cache is free."))
+        self._draw_figures()
+
+    def reset(self) -> None:
+        self._settings = self._given
+        self._talk.system = self._given.system or ""
+        self.clear()
+        self._conversation.append(Notice("System prompt and sampling are as at the start."))
+
+    def retry(self) -> None:
+        """Answers the last question anew; without a model, tries to load it again."""
+        engine = self._engine
+        if engine is None or self._opened is None:
+            self.hint("There is no engine to try again with: leave and start again.")
+        elif self.busy:
+            self.hint("Something is running: Esc stops it.")
+        elif self._figures.model is None:
+            self._loading = Progress("Starting")
+            engine.load(self._opened.model)
+        elif not self._talk.messages:
+            self.hint("There is nothing to answer again.")
+        else:
+            self._answer_again()
+
+    def _answer_again(self) -> None:
+        entries = self._conversation.entries
+        place = max(n for n, entry in enumerate(entries) if isinstance(entry, Question))
+        question = entries[place]
+        assert isinstance(question, Question)
+        for entry in entries[place + 1 :]:
+            self._conversation.remove_entry(entry)
+        if self._talk.messages[-1].role == "assistant":
+            self._talk.remove_last()
+        text = self._talk.remove_last().content
+        self._waiting.append(_Waiting(question, text, question.text))
+        self._next()
+
+    def copy_answer(self) -> None:
+        answers = [
+            message.content for message in self._talk.messages if message.role == "assistant"
+        ]
+        if answers:
+            self._copy(answers[-1], "The last answer")
+        else:
+            self.hint("There is no answer to copy yet.")
+
+    def _copy(self, text: str, what: str) -> None:
+        self.copy_to_clipboard(text)
+        self.hint(f"{what} went to the terminal's clipboard ({len(text):,} characters).")
+
+    def show_stats(self) -> None:
+        usage, figures = self._last_usage, self._figures
+        if usage is None:
+            self.hint("There are no figures yet: ask something first.")
+            return
+        pairs = [
+            ("prompt", f"{usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"),
+            ("answer", f"{usage.completion_tokens:,} tokens"),
+            ("first token", f"after {seconds_text(usage.ttft_s)}"),
+            ("reading", f"{rate_text(usage.prefill_tps)} tokens/s"),
+            ("writing", f"{rate_text(usage.decode_tps)} tokens/s"),
+        ]
+        if cache := figures.cache:
+            pairs += [
+                ("KV cache", f"{cache.kv_bytes:,} bytes, {cache.kv_bytes_allocated:,} allocated"),
+                ("in fp16", f"{cache.kv_bytes_fp16:,} bytes"),
+                ("context", f"{cache.tokens:,} of {cache.context:,} tokens"),
+            ]
+        self._conversation.append(Listing("The last answer", pairs))
+        self._conversation.show_end()
+
+
+def run(
+    model: str | None,
+    options: EngineOptions,
+    sampling: Sampling,
+    system: str | None,
+    max_tokens: int | None,
+) -> int:
+    """Chats on the terminal until the person leaves. Returns the exit code."""
+
+    def open_engine() -> Opened:
+        from tqchat.engine.engine import Engine
+        from tqchat.models.find import BUILTIN, last_used
+
+        chosen = model or last_used()
+        engine = Engine(options)
+        engine.start()
+        return Opened(engine, chosen or BUILTIN, suggest_larger=chosen is None)
+
+    keep_pastes_whole()
+    app = ChatApp(open_engine, Settings(system, sampling, max_tokens))
+    try:
+        code = app.run()
+    finally:
+        app.close_engine()
+    return 1 if code is None else code

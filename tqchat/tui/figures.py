@@ -1,0 +1,72 @@
+"""Figures as people read them, and small pictures of them made of block characters."""
+
+from collections.abc import Sequence
+
+from textual.content import Content
+
+Part = tuple[float, str]
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> "1.5 KiB". Three digits at most, so that columns stay put."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
+        count /= 1024
+        power += 1
+    digits = 0 if power == 0 or count >= 99.95 else 1
+    return f"{count:.{digits}f} {units[power]}"
+
+
+def rate_text(tokens_per_second: float) -> str:
+    """8.24 -> "8.2", 1234.5 -> "1,234", nothing measured -> "-"."""
+    if tokens_per_second <= 0:
+        return "-"
+    return f"{tokens_per_second:,.{1 if tokens_per_second < 99.95 else 0}f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """0.84 -> "0.8 s", 95 -> "1 min 35 s", 4000 -> "1 h 7 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def bar(share: float, width: int, style: str = "$primary", track: str = "$track") -> Content:
+    """A bar `width` cells wide, `share` (0 to 1) of it filled, to half a cell."""
+    return stacked_bar([(share, style)], width, track)
+
+
+def stacked_bar(parts: Sequence[Part], width: int, track: str = "$track") -> Content:
+    """Shares (each 0 to 1, in order) side by side on a track of `width` cells.
+
+    A part that is there at all gets a cell, so that a small one beside a large one can be seen.
+    """
+    cells: list[tuple[str, str]] = []
+    left = width
+    for share, style in parts:
+        if share <= 0 or not left:
+            continue
+        filled = min(left, max(1, round(min(share, 1.0) * width)))
+        cells.append(("━" * filled, style))
+        left -= filled
+    cells.append(("━" * left, track))
+    return Content.assemble(*cells)
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int, style: str = "$primary") -> Content:
+    """The last `width` values as columns, the highest one full; padded at the left."""
+    shown = list(values)[-width:]
+    top = max(shown, default=0.0) or 1.0
+    columns = "".join(
+        _LEVELS[min(len(_LEVELS) - 1, round(value / top * (len(_LEVELS) - 1)))] for value in shown
+    )
+    return Content.assemble(("▁" * (width - len(shown)), "$track"), (columns, style))

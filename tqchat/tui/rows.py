@@ -1,0 +1,92 @@
+"""What the conversation is made of: lines of styled text that become rows at a given width.
+
+A row is exactly one line of the screen. Rows remember how they were joined in the text they come
+from, so that copying them gives that text back, without the margins drawn and the breaks added.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from textual.content import Content
+
+from tqchat.tui.text import wrap_offsets
+
+EMPTY = Content("")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`joint` stood between this row and the one before it; `skip` leading characters are drawn
+    but not part of the text; `fill` is the style of the row's unused right side."""
+
+    content: Content
+    joint: str = "\n"
+    skip: int = 0
+    fill: str = ""
+
+
+class Block(Protocol):
+    """Something that takes rows: how many depends on the width."""
+
+    def rows(self, width: int) -> list[Row]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of text, wrapped with a hanging indent: `first` before its first row, `rest` before
+    the others."""
+
+    body: Content
+    first: Content = EMPTY
+    rest: Content = EMPTY
+    fill: str = ""
+
+    def rows(self, width: int) -> list[Row]:
+        room = max(width - max(self.first.cell_length, self.rest.cell_length), 8)
+        body = self.body.expand_tabs(4)
+        pieces = body.divide(wrap_offsets(body.plain, room))
+        rows: list[Row] = []
+        joint = "\n"
+        for number, piece in enumerate(pieces):
+            margin = self.rest if number else self.first
+            # A row that broke at a space ends in it; the text that it came from keeps it.
+            text = piece.plain
+            end = len(text.rstrip()) if number < len(pieces) - 1 else len(text)
+            content = piece if end == len(text) else piece[:end]
+            rows.append(Row(margin + content if margin else content, joint, len(margin), self.fill))
+            joint = text[end:]
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A horizontal line."""
+
+    margin: Content = EMPTY
+
+    def rows(self, width: int) -> list[Row]:
+        line = Content.styled("─" * max(width - self.margin.cell_length, 1), "$rule")
+        return [Row(self.margin + line, skip=len(self.margin))]
+
+
+BLANK = Line(EMPTY)
+
+
+def lines(
+    text: str, style: str = "", first: Content = EMPTY, rest: Content = EMPTY, fill: str = ""
+) -> list[Line]:
+    """Plain text as lines, all in one style. `first` is the margin of the very first row."""
+    return [
+        Line(
+            Content.styled(line, style) if style else Content(line),
+            rest if n else first,
+            rest,
+            fill,
+        )
+        for n, line in enumerate(text.split("\n"))
+    ]
+
+
+def rows_of(blocks: Iterable[Block], width: int) -> list[Row]:
+    return [row for block in blocks for row in block.rows(width)]

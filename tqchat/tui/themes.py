@@ -1,0 +1,81 @@
+"""Colour themes: one TOML file each. A file that does not work is named and skipped."""
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from textual.theme import Theme
+
+DARK = "tq-dark"
+LIGHT = "tq-light"
+
+VARIABLES = {
+    "code": "$surface",
+    "user": "$surface",
+    "track": "$foreground 15%",
+    "rule": "$foreground 25%",
+    "quote": "$primary 60%",
+    "marker": "$primary",
+    "inline-code": "$accent",
+    "syntax-keyword": "$secondary",
+    "syntax-string": "$success",
+    "syntax-number": "$warning",
+    "syntax-name": "$primary",
+    "memory-weights": "$primary",
+    "memory-kv": "$accent",
+    "memory-other": "$secondary",
+}
+"""The colours that the screen uses beside Textual's own; a theme's [variables] may set any."""
+
+
+def complete(colours: dict[str, str]) -> dict[str, str]:
+    """Adds what is missing of VARIABLES, made of the colours that are there."""
+    made = {}
+    for name, value in VARIABLES.items():
+        source, _, strength = value.removeprefix("$").partition(" ")
+        made[name] = f"{colours[source]} {strength}".rstrip()
+    return {**made, **colours}
+
+
+_FIELDS = {field.name: field.type for field in dataclasses.fields(Theme)}
+
+
+class ThemeError(ValueError):
+    """A theme file that cannot be used; the message names the file and what is wrong in it."""
+
+
+def read(file: Traversable) -> Theme:
+    """One theme. Raises ThemeError."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ThemeError(f"theme {file.name}: {error}") from error
+    if unknown := sorted(values.keys() - _FIELDS.keys()):
+        raise ThemeError(f"theme {file.name}: unknown key {unknown[0]!r}")
+    values.setdefault("name", file.name.removesuffix(".toml"))
+    try:
+        theme = Theme(**values)
+        theme.to_color_system().generate()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ThemeError(f"theme {file.name}: {error}") from error
+    return theme
+
+
+def read_all(folder: Traversable) -> tuple[list[Theme], Sequence[str]]:
+    """The themes of a folder, and what was wrong with the files that are none."""
+    themes: list[Theme] = []
+    faults: list[str] = []
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".toml"):
+            try:
+                themes.append(read(file))
+            except ThemeError as error:
+                faults.append(str(error))
+    return themes, faults
+
+
+def shipped() -> tuple[list[Theme], Sequence[str]]:
+    """The themes that come with the program."""
+    return read_all(resources.files("tqchat.themes"))

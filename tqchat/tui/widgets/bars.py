@@ -1,0 +1,117 @@
+"""The single lines at the edges: what is loaded, what is going on, which keys matter now."""
+
+from collections.abc import Sequence
+
+from textual import events
+from textual.content import Content
+from textual.widgets import Static
+
+from tqchat.engine.events import ModelInfo
+from tqchat.tui.figures import bar, bytes_text, rate_text, seconds_text
+from tqchat.tui.state import Progress
+from tqchat.tui.text import clean_line
+
+_SPINNER = "⠋⠙⠸⠴⠦⠇"
+_BAR_WIDTH = 24
+
+
+class Header(Static):
+    """The model and how it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._model: ModelInfo | None = None
+        self._state = ("", "")
+
+    def draw(self, model: ModelInfo | None, state: str, style: str) -> None:
+        if (model, (state, style)) != (self._model, self._state):
+            self._model, self._state = model, (state, style)
+            self._draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        width = self.size.width
+        state, style = self._state
+        parts: list[tuple[str, str]] = [("tqchat", "bold $primary")]
+        if self._model is not None:
+            parts.append(("   " + clean_line(self._model.name), "bold $text"))
+            device = clean_line(self._model.device)
+            parts.append((f"   {device} · {self._model.kv} KV cache", "$text-muted"))
+        room = width - len(state) - 3
+        left = Content.assemble(*parts).truncate(max(room, 0), ellipsis=True)
+        space = max(width - left.cell_length - len(state) - 2, 1)
+        right = Content.assemble(("● ", style), (state, "$text-muted"))
+        self.update(left + Content(" " * space) + right, layout=False)
+
+
+class Activity(Static):
+    """What is going on right now, or a passing hint."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._frame = 0
+
+    def show_idle(self, hint: str = "") -> None:
+        self.update(Content.styled(hint, "$text-muted"), layout=False)
+
+    def tick(self) -> None:
+        """Moves the spinner on by one."""
+        self._frame = (self._frame + 1) % len(_SPINNER)
+
+    def show_loading(self, progress: Progress) -> None:
+        parts = [self._spinner(), (f"{clean_line(progress.label)}  ", "$text")]
+        if not progress.total:
+            self.update(Content.assemble(*parts), layout=False)
+            return
+        figures = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}"
+        self._show(parts, progress, figures, f"{bytes_text(progress.rate)}/s")
+
+    def show_reading(self, progress: Progress) -> None:
+        figures = f"{progress.done:,} of {progress.total:,} tokens"
+        parts = [self._spinner(), ("Reading  ", "$text")]
+        self._show(parts, progress, figures, f"{rate_text(progress.rate)} tok/s")
+
+    def show_answering(self, tokens: int, seconds: float) -> None:
+        figures = f" · {tokens:,} tokens · {seconds_text(seconds)}" if tokens else ""
+        self.update(
+            Content.assemble(self._spinner(), ("Answering", "$text"), (figures, "$text-muted")),
+            layout=False,
+        )
+
+    def show_busy(self, text: str) -> None:
+        self.update(Content.assemble(self._spinner(), (text, "$text")), layout=False)
+
+    def _spinner(self) -> tuple[str, str]:
+        return f"{_SPINNER[self._frame]} ", "$primary"
+
+    def _show(
+        self, parts: list[tuple[str, str]], progress: Progress, figures: str, rate: str
+    ) -> None:
+        left = progress.seconds_left
+        facts = [f" {progress.share:.0%}", figures]
+        if left is not None:
+            facts += [rate, f"{seconds_text(left)} left"]
+        told = Content.styled(" · ".join(facts), "$text-muted")
+        label = Content.assemble(*parts)
+        room = self.size.width - label.cell_length - told.cell_length
+        line = label + bar(progress.share, max(min(room, _BAR_WIDTH), 4)) + told
+        self.update(line.truncate(self.size.width, ellipsis=True), layout=False)
+
+
+class KeyHints(Static):
+    """The few keys that matter now."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._keys: Sequence[tuple[str, str]] = ()
+
+    def draw(self, keys: Sequence[tuple[str, str]]) -> None:
+        if keys == self._keys:
+            return
+        self._keys = keys
+        parts: list[tuple[str, str]] = []
+        for key, meaning in keys:
+            parts += [(key, "$primary"), (f" {meaning}   ", "$text-muted")]
+        self.update(Content.assemble(*parts), layout=False)

@@ -1,0 +1,239 @@
+"""Where the person writes. Enter sends; a large paste becomes a token that stands for it."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.text import Text
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.document._document import EditResult, Location, Selection
+from textual.document._edit import Edit
+from textual.message import Message
+from textual.widgets import Static, TextArea
+
+from tqchat.tui.commands import Command, completions
+from tqchat.tui.text import clean_paste
+
+TALLEST = 10
+_LONGEST_PASTE = 2_000
+_MOST_PASTED_LINES = 20
+_TOKEN = re.compile(r"\[pasted (\d+): [\d,]+ chars\]")
+
+
+class Prompt(TextArea):
+    """A text box that grows with its text."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "send", "send", show=False, priority=True),
+        Binding("ctrl+j,shift+enter,alt+enter", "newline", "newline", show=False, priority=True),
+        Binding("ctrl+d", "delete_or_leave", "leave", show=False),
+        Binding("tab", "complete", "complete", show=False, priority=True),
+        Binding("up", "up", show=False),
+        Binding("down", "down", show=False),
+    ]
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"prompt--token"}
+
+    @dataclass
+    class Sent(Message):
+        """`text` is what the model gets, `shown` the same with its tokens."""
+
+        text: str
+        shown: str
+
+    class Leave(Message):
+        """Ctrl-D in an empty box."""
+
+    def __init__(self, menu: "CommandMenu") -> None:
+        self._pastes: dict[int, str] = {}
+        super().__init__(
+            soft_wrap=True,
+            tab_behavior="focus",
+            show_line_numbers=False,
+            highlight_cursor_line=False,
+            compact=True,
+            placeholder="Ask anything  ·  / for commands",
+        )
+        self._menu = menu
+        self._history: list[str] = []
+        self._recalled: int | None = None
+        self._draft = ""
+
+    def full_text(self, shown: str) -> str:
+        """The text with every token replaced by what it stands for."""
+        return _TOKEN.sub(lambda match: self._pastes.get(int(match[1]), match[0]), shown)
+
+    def put_back(self, shown: str) -> None:
+        """Returns a message to the box, before whatever is in it."""
+        self.text = f"{shown}\n{self.text}" if self.text.strip() else shown
+        self.move_cursor(self.document.end)
+
+    # Sending, history, completion
+
+    def action_send(self) -> None:
+        if command := self._menu.chosen(self.text):
+            self.text = f"/{command.name}"
+        shown = self.text
+        if not shown.strip():
+            return
+        if not self._history or self._history[-1] != shown:
+            self._history.append(shown)
+        self._recalled = None
+        self.text = ""
+        self.history.clear()
+        self.post_message(self.Sent(self.full_text(shown), shown))
+
+    def action_newline(self) -> None:
+        self._replace_via_keyboard("\n", *self.selection)
+
+    def action_complete(self) -> None:
+        if command := self._menu.chosen(self.text):
+            self.text = f"/{command.name}"
+            self.move_cursor(self.document.end)
+
+    def action_delete_or_leave(self) -> None:
+        if self.text:
+            self.action_delete_right()
+        else:
+            self.post_message(self.Leave())
+
+    def action_up(self) -> None:
+        if self._menu.display:
+            self._menu.move(-1)
+        elif self.cursor_at_first_line:
+            self._recall(-1)
+        else:
+            self.action_cursor_up()
+
+    def action_down(self) -> None:
+        if self._menu.display:
+            self._menu.move(1)
+        elif self.cursor_at_last_line:
+            self._recall(1)
+        else:
+            self.action_cursor_down()
+
+    def _recall(self, step: int) -> None:
+        if self._recalled is None:
+            if step > 0 or not self._history:
+                return
+            self._draft = self.text
+            self._recalled = len(self._history)
+        place = self._recalled + step
+        if place < 0:
+            return
+        if place >= len(self._history):
+            self._recalled = None
+            self.text = self._draft
+        else:
+            self._recalled = place
+            self.text = self._history[place]
+        self._menu.display = False
+        self.move_cursor(self.document.end if step < 0 else (0, 0))
+
+    def on_text_area_changed(self) -> None:
+        self._fit()
+        self._menu.show(completions(self.text))
+
+    def _on_resize(self) -> None:
+        super()._on_resize()
+        self._fit()
+
+    def _fit(self) -> None:
+        height = max(1, min(self.wrapped_document.height, TALLEST))
+        if self.styles.height is None or self.styles.height.value != height:
+            self.styles.height = height
+
+    # Pasting, and tokens as one character
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.prevent_default()
+        event.stop()
+        text = clean_paste(event.text)
+        if len(text) > _LONGEST_PASTE or text.count("\n") >= _MOST_PASTED_LINES:
+            number = len(self._pastes) + 1
+            self._pastes[number] = text
+            text = f"[pasted {number}: {len(text):,} chars]"
+        if result := self._replace_via_keyboard(text, *self.selection):
+            self.move_cursor(result.end_location)
+            self.focus()
+
+    def _tokens(self, row: int) -> list[tuple[int, int]]:
+        """Where the tokens of a line begin and end."""
+        if not self._pastes:
+            return []
+        line = self.document.get_line(row)
+        return [m.span() for m in _TOKEN.finditer(line) if int(m[1]) in self._pastes]
+
+    def _outside_token(self, location: Location, forward: bool) -> Location:
+        row, column = location
+        for start, end in self._tokens(row):
+            if start < column < end:
+                return row, end if forward else start
+        return location
+
+    def validate_selection(self, selection: Selection) -> Selection:
+        start, end = selection
+        forward = end > self.selection.end
+        return Selection(self._outside_token(start, start > end), self._outside_token(end, forward))
+
+    def edit(self, edit: Edit) -> EditResult:
+        top, bottom = sorted((edit.from_location, edit.to_location))
+        if top != bottom:
+            edit.from_location = self._outside_token(top, forward=False)
+            edit.to_location = self._outside_token(bottom, forward=True)
+        return super().edit(edit)
+
+    def get_cursor_left_location(self) -> Location:
+        return self._outside_token(super().get_cursor_left_location(), forward=False)
+
+    def get_cursor_right_location(self) -> Location:
+        return self._outside_token(super().get_cursor_right_location(), forward=True)
+
+    def get_line(self, line_index: int) -> Text:
+        line = super().get_line(line_index)
+        for start, end in self._tokens(line_index):
+            line.stylize(self.get_component_rich_style("prompt--token"), start, end)
+        return line
+
+
+class CommandMenu(Static):
+    """The commands that fit what is typed, over the prompt. Hidden when there are none."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._found: list[Command] = []
+        self._place = 0
+        self.display = False
+
+    def show(self, found: list[Command]) -> None:
+        if found != self._found:
+            self._found = found
+            self._place = 0
+        self.display = bool(found)
+        if found:
+            self._draw()
+
+    def move(self, step: int) -> None:
+        self._place = (self._place + step) % len(self._found)
+        self._draw()
+
+    def chosen(self, text: str) -> Command | None:
+        """The command pointed at, if the menu is open and `text` is what it was opened for."""
+        if not self.display or completions(text) != self._found:
+            return None
+        return self._found[self._place]
+
+    def _draw(self) -> None:
+        width = max(len(command.help) for command in self._found) + 1
+        rows = []
+        for index, command in enumerate(self._found):
+            here = index == self._place
+            name = f" /{command.name}".ljust(12)
+            row = Content.assemble(
+                (name, "bold $primary" if here else "$primary"),
+                (command.help.ljust(width), "$text" if here else "$text-muted"),
+            )
+            rows.append(row.stylize_before("on $panel") if here else row)
+        self.update(Content("\n").join(rows))
