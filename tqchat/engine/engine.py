@@ -55,6 +55,11 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs, so that an answer may still come."""
+        return self._thread.is_alive()
+
     def load(self, model: str) -> None:
         """Fetch if needed and read a model: Loading events, then Loaded or Failed."""
         self._add(lambda job: self._load(job, model), is_turn=False)
