@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import NoReturn
 
 from tqchat import paths
@@ -63,7 +64,7 @@ def _chat(options: argparse.Namespace) -> int:
     from tqchat.chat.errors import ChatError
 
     try:
-        documents = [(path, read_document(paths.expand(path))) for path in options.file]
+        documents = [(path, read_document(Path(path).expanduser())) for path in options.file]
         if piped and (text := _stdin()):
             documents.insert(0, ("Input", text))
         if options.prompt is None and not options.file:

@@ -7,9 +7,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from tqchat.models import download
 from tqchat.models.errors import ModelError
 from tqchat.models.find import BUILTIN, fetch, installed, resolve
-from tqchat.models.find import Progress as Fetched
 
 
 def show() -> int:
@@ -22,7 +22,7 @@ def show() -> int:
     for heading in ("model", "kind", "size"):
         table.add_column(heading, justify="right" if heading == "size" else "left")
     for model in models:
-        size = f"{model.size / 1e9:.2f} GB"
+        size = f"{model.size_bytes / 1e9:.2f} GB"
         table.add_row(Text(model.name), Text(model.kind), size)
     Console().print(table)
     return 0
@@ -37,7 +37,7 @@ def pull(name: str) -> int:
         with progress:
             task = progress.add_task(ref.name, total=None)
 
-            def fetched(event: Fetched) -> None:
+            def fetched(event: download.Progress) -> None:
                 progress.update(
                     task,
                     description=event.label,

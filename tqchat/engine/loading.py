@@ -13,8 +13,9 @@ from tqchat.engine.events import EngineOptions, Loading, ModelInfo
 from tqchat.kernels import Backend, select
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
 from tqchat.models.config import Config
+from tqchat.models.download import Progress
 from tqchat.models.errors import Stopped
-from tqchat.models.find import Progress, fetch, remember, resolve
+from tqchat.models.find import fetch, remember, resolve
 from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
 
@@ -59,14 +60,13 @@ def load_path(
 ) -> LoadedModel:
     """Read the model in the folder or .gguf file `path`; `name` is for messages."""
 
-    def layer_read(done: int, total: int) -> None:
-        tell(Loading(f"Reading {name}", checkpoint.weights_bytes * done // total, total_bytes))
+    def read(done: int, total: int) -> None:
+        tell(Loading(f"Reading {name}", done, total))
         if stopped():
             raise Stopped
 
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, read)
     total_bytes = checkpoint.weights_bytes
-    tell(Loading(f"Reading {name}", 0, total_bytes))
     if checkpoint.gguf_metadata is not None:
         tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata)
         template = ChatTemplate.from_gguf(checkpoint.gguf_metadata)
@@ -77,7 +77,12 @@ def load_path(
     weights = Weights(name, checkpoint.weights, backend)
     # Weights are read lazily; whoever else refers to them would keep them twice.
     checkpoint.weights.clear()
-    model = build(Config(name, checkpoint.config), weights, backend, layer_read)
+    model = build(
+        Config(name, checkpoint.config),
+        weights,
+        backend,
+        lambda done, total: read(total_bytes * done // total, total_bytes),
+    )
     context = model.context if options.context is None else options.context
     notes = [note for note in (backend.note,) if note]
     if template.is_default:
