@@ -63,8 +63,6 @@ def read_checkpoint(
     """
     if path.is_dir():
         return _read_folder(path)
-    if not path.exists():
-        raise ModelError(f"There is no folder or file {path}. Check the name.")
     header = gguf.read_header(path)
     architecture = _gguf_architecture(path, header)
     architecture.read_config(path, header)

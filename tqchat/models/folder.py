@@ -29,8 +29,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json. Raises ModelError."""
-    if not folder.is_dir():
-        raise ModelError(f"There is no folder {folder}. Check the name.")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model. {_other(folder)}")
     return read_json(folder / "config.json")

@@ -129,6 +129,8 @@ def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelError(f"There is no folder or file {path}. Check the name.") from None
     except ValueError:
         raise ModelError(f"{path} is empty: fetch it again.") from None
     except OSError as error:
