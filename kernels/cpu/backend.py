@@ -1,0 +1,200 @@
+"""The CPU backend: native kernels on numpy float32 arrays, weights as they are stored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from tqchat.kernels.backend import Array, Backend
+from tqchat.kernels.cpu import _native
+from tqchat.kernels.cpu.cores import usable_cores
+from tqchat.kernels.layout import BLOCK, GROUP
+from tqchat.kernels.view import KVView
+from tqchat.kernels.weight import Weight
+
+
+class CPU(Backend):
+    """`threads`: how many compute; None: as many as the cores this process may use.
+
+    Threads are the process's, not the object's: the last object made decides.
+    """
+
+    prefill_chunk = 256
+
+    def __init__(self, threads: int | None = None) -> None:
+        super().__init__(mx.float32)
+        self.threads = threads or usable_cores()
+        _native.set_threads(self.threads)
+        self.name = f"CPU, {_native.instruction_sets()[0]}, {self.threads} threads"
+        self._rope_for: tuple[Array, int, int] = (None, 0, 0)
+        self._rope_table = np.zeros((0, 2, 0), np.float32)
+
+    # Arrays
+
+    def zeros(self, shape: Sequence[int], dtype: mx.Dtype) -> Array:
+        return np.zeros(tuple(shape), str(dtype).removeprefix("mlx.core."))
+
+    def evaluate(self, *arrays: Array) -> None:
+        pass
+
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
+        return np.concatenate(arrays, axis=-1)
+
+    def concatenate_tokens(self, arrays: Sequence[Array]) -> Array:
+        return np.concatenate(arrays, axis=1)
+
+    # Layers
+
+    def load(self, weight: Weight) -> Weight:
+        """Zero-copy where 4 or 8 bits or dense; other widths become 8 bits, which hold them."""
+        data = _numpy(weight.data)
+        if not weight.bits:
+            return Weight(data)
+        bits = weight.bits
+        if bits not in (4, 8):
+            data, bits = _widened(data, bits), 8
+        return Weight(data, _numpy(weight.scales), _numpy(weight.biases), weight.group_size, bits)
+
+    def load_vector(self, x: mx.array) -> Array:
+        return _numpy(x.astype(mx.float32))
+
+    def load_table(self, x: mx.array) -> Array:
+        return _numpy(x.astype(mx.float32))
+
+    def embed(self, weight: Weight, ids: Sequence[int] | mx.array) -> Array:
+        return _native.embed(weight, np.asarray(ids))
+
+    def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
+        return _native.linear(x, weight, bias)
+
+    def logits(self, x: Array, weight: Weight) -> mx.array:
+        return mx.array(_native.linear(x, weight, None))
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        return _native.rms_norm(x, weight, eps)
+
+    def rope(self, x: Array, periods: Array, offset: int) -> Array:
+        """Angles in float64: at position 100,000 float32 is off by a hundredth of a radian."""
+        tokens = x.shape[1]
+        of, at, n = self._rope_for
+        if of is not periods or at != offset or n != tokens:
+            positions = np.arange(offset, offset + tokens, dtype=np.float64)[:, None]
+            angles = positions / periods.astype(np.float64)
+            table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+            self._rope_table = table.astype(np.float32)
+            self._rope_for = (periods, offset, tokens)
+        return _native.rope(x, self._rope_table)
+
+    def swiglu(self, gate_up: Array) -> Array:
+        return _native.swiglu(gate_up)
+
+    # The int4 cache
+
+    def seal(self, k: Array, v: Array) -> Array:
+        return _native.seal(k, v)
+
+    def unseal(self, tiles: Array) -> tuple[Array, Array]:
+        return _native.unseal(tiles)
+
+    def to_canonical(self, tiles: Array) -> mx.array:
+        heads, n, dim = *tiles.shape[:2], tiles.shape[2] // 10
+        k, k_parameters, v, v_parameters = np.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+        v_codes = _unpacked(v.reshape(heads, n, BLOCK // 8, dim)).swapaxes(3, 4)
+        parts = (
+            k.reshape(heads, n, dim // 8, BLOCK).swapaxes(2, 3),
+            _halves(k_parameters).reshape(heads, n, 2, dim).swapaxes(2, 3),
+            _packed(v_codes.reshape(heads, n, BLOCK, dim // 8, 8)),
+            _halves(v_parameters).reshape(heads, n, dim // GROUP, 2, BLOCK).transpose(0, 1, 4, 2, 3),
+        )
+        return mx.array(_joined(parts))
+
+    def from_canonical(self, tiles: mx.array) -> Array:
+        words = _numpy(tiles)
+        heads, n, dim = *words.shape[:2], words.shape[2] // 10
+        k, k_parameters, v, v_parameters = np.split(words, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+        v_codes = _unpacked(v.reshape(heads, n, BLOCK, dim // 8))
+        parts = (
+            k.reshape(heads, n, BLOCK, dim // 8).swapaxes(2, 3),
+            _halves(k_parameters).reshape(heads, n, dim, 2).swapaxes(2, 3),
+            _packed(v_codes.reshape(heads, n, BLOCK // 8, 8, dim).swapaxes(3, 4)),
+            _halves(v_parameters).reshape(heads, n, BLOCK, dim // GROUP, 2).transpose(0, 1, 3, 4, 2),
+        )
+        return _joined(parts)
+
+    def attend(
+        self,
+        q: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        return _native.attend(q, view, None, None, scale, softcap, sinks, window)
+
+    def attend_chunk(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        return _native.attend(q, view, k, v, scale, softcap, sinks, window)
+
+    def attend_dense(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        return _native.attend(q, None, k, v, scale, softcap, sinks, window)
+
+
+def _numpy(x: mx.array) -> NDArray[Any]:
+    """The evaluated array's own memory; bfloat16, which numpy lacks, as its bits in uint16."""
+    x = mx.contiguous(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+    mx.eval(x)
+    return np.require(np.asarray(x), requirements=["C", "A"])
+
+
+def _widened(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    """Codes of `bits` bits, lowest first, as bytes."""
+    rows = []
+    for row in words:
+        codes = np.unpackbits(row.view(np.uint8), bitorder="little").reshape(-1, bits)
+        rows.append(np.packbits(codes, axis=-1, bitorder="little").reshape(-1).view(np.uint32))
+    return np.stack(rows)
+
+
+def _halves(words: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    return np.ascontiguousarray(words).view(np.uint16)
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[np.uint32]:
+    """Arrays (heads, n, ...) as words, side by side."""
+    flat = [np.ascontiguousarray(part).reshape(*part.shape[:2], -1) for part in parts]
+    return np.concatenate([part.view(np.uint32) for part in flat], axis=-1)
+
+
+_SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)
+
+
+def _unpacked(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return (words[..., None] >> _SHIFTS) & 15
+
+
+def _packed(codes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return np.bitwise_or.reduce(codes << _SHIFTS, axis=-1)
