@@ -29,6 +29,8 @@ class Backend:
     name = "plain MLX"
     # What the person should know about this backend and how to get a better one; empty if nothing.
     note = ""
+    # Whether a device computes while Python goes on, so that steps are worth queueing ahead.
+    asynchronous = False
     # Tokens prefilled at a time: a stop is heard between chunks, so one must stay short.
     prefill_chunk = 512
 

@@ -25,6 +25,14 @@ class KVCache(Protocol):
         ...
 
     @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next token can be taken in while the last one is still being computed.
+
+        MLX copies a buffer that work under way still reads when it is written.
+        """
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the tokens held take."""
         ...
@@ -144,6 +152,11 @@ class Int4Cache:
         self._backend.evaluate(*self._buffers())
 
     @property
+    def may_run_ahead(self) -> bool:
+        """The tail is small enough to be copied, the tiles are not: those change when sealing."""
+        return self._n_tail < TAIL_MAX
+
+    @property
     def nbytes(self) -> int:
         tokens_16bit = self._n_sink + self._n_tail
         sealed = self._n_kv_heads * self._n_blocks * tile_bytes(self._head_dim)
@@ -189,6 +202,10 @@ class DenseCache:
 
     def trim(self, length: int) -> None:
         self._length = min(length, self._length)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        return False
 
     @property
     def nbytes(self) -> int:

@@ -166,8 +166,7 @@ class Session:
                 break
         detokenizer = tokenizer.stream()
         reason: FinishReason = "stop"
-        while True:
-            token = int(sample(logits[-1], sampling, self._held).item())
+        for token in self._decode(logits, sampling):
             if token in tokenizer.stop_ids:
                 break
             clock.token()
@@ -185,12 +184,41 @@ class Session:
             if len(self._held) + 1 >= context:
                 reason = "context"
                 break
-            logits = self.feed([token])
         rest = detokenizer.finish()
         if rest:
             text.append(rest)
             yield Token(number, rest)
         yield finished(reason)
+
+    def _decode(self, logits: mx.array, sampling: Sampling) -> Iterator[int]:
+        """Tokens without end. One is fed to the cache when the next is asked for, or before.
+
+        Before: while the device computes a token, the next step is already built on it and queued,
+        so that the device never waits for Python.
+        """
+        token = sample(logits[-1], sampling, self._held)
+        while True:
+            following = None
+            if self._may_run_ahead(sampling):
+                mx.async_eval(token)
+                logits = self._loaded.model(token[None], self._caches)
+                following = sample(logits[-1], sampling, self._held)
+                mx.async_eval(following)
+            value = int(token.item())
+            if following is not None:
+                self._held.append(value)
+            yield value
+            if following is None:
+                following = sample(self.feed([value])[-1], sampling, self._held)
+            token = following
+
+    def _may_run_ahead(self, sampling: Sampling) -> bool:
+        """A penalty needs to know the token; a cache must not be copied because it is in use."""
+        return (
+            self._loaded.backend.asynchronous
+            and sampling.repetition_penalty == 1.0
+            and all(cache.may_run_ahead for cache in self._caches)
+        )
 
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Trim the cache to what it shares with `prompt`, short of its last token."""

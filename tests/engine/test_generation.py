@@ -1,0 +1,107 @@
+"""Turns on one cache: what is reused, what is refused, and that running ahead changes nothing."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from tests.tiny import LLAMA, build_model, llama_weights
+from tqchat.engine.events import Failed, Finished, ModelInfo, Sampling, Token
+from tqchat.engine.generation import Session
+from tqchat.engine.loading import LoadedModel
+from tqchat.kernels import Backend
+
+GREEDY = Sampling(temperature=0)
+
+
+class Letters:
+    """A tokenizer whose token n is the character n + 1000."""
+
+    stop_ids = frozenset({127})
+
+    def stream(self) -> SimpleNamespace:
+        return SimpleNamespace(add=lambda token: chr(token + 1000), finish=lambda: "")
+
+
+class Asynchronous(Backend):
+    asynchronous = True
+
+
+def session(backend: Backend | None = None, kv: str = "int4", context: int = 4096) -> Session:
+    backend = backend or Backend(mx.float32)
+    model = build_model(LLAMA, llama_weights(LLAMA), backend)
+    info = ModelInfo("tiny", "llama", context, 0, "CPU", backend.name, kv)
+    return Session(LoadedModel(model, backend, Letters(), None, info))  # type: ignore[arg-type]
+
+
+def run(session: Session, prompt: Sequence[int], sampling=GREEDY, max_tokens=20) -> Finished:
+    *events, last = session.turn(1, prompt, sampling, max_tokens, lambda: False)
+    assert isinstance(last, Finished)
+    assert "".join(e.text for e in events if isinstance(e, Token)) == last.text
+    return last
+
+
+@pytest.mark.parametrize("kv", ["int4", "fp16"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3), Sampling(0, repetition_penalty=2)])
+def test_running_ahead_changes_nothing(kv: str, sampling: Sampling) -> None:
+    prompt = list(range(100))
+    plain, ahead = session(kv=kv), session(Asynchronous(mx.float32), kv)
+    expected = run(plain, prompt, sampling, 150)
+    assert run(ahead, prompt, sampling, 150).text == expected.text
+    # The caches hold the same, whatever was fed ahead: another turn says the same.
+    longer = [*prompt, *(ord(c) - 1000 for c in expected.text), 5, 6, 7]
+    assert run(ahead, longer, GREEDY, 5).text == run(plain, longer, GREEDY, 5).text
+
+
+def test_only_what_is_new_is_prefilled() -> None:
+    one = session()
+    first = run(one, list(range(50)))
+    answer = [ord(c) - 1000 for c in first.text]
+    second = run(one, [*range(50), *answer, 1, 2, 3])
+    assert second.usage.prompt_tokens - second.usage.cached_tokens <= 4
+
+
+def test_an_edited_message_is_answered_as_in_a_fresh_session() -> None:
+    one = session(kv="fp16")
+    long = [i % 127 for i in range(300)]
+    run(one, long)
+    edited = [*long[:200], 9, *long[201:260]]
+    again = run(one, edited)
+    assert again.usage.cached_tokens == 200
+    assert again.text == run(session(kv="fp16"), edited).text
+
+
+def test_a_prompt_past_the_context_is_refused_with_the_count_and_nothing_is_lost() -> None:
+    one = session(context=100)
+    run(one, list(range(50)), max_tokens=3)
+    held = one.cache_use().tokens
+    (event,) = one.turn(2, [1] * 107, GREEDY, None, lambda: False)
+    assert isinstance(event, Failed)
+    assert event.excess_tokens == 8
+    assert "8 more" in event.message
+    assert one.cache_use().tokens == held
+
+
+def test_the_context_ends_an_answer() -> None:
+    full = run(session(context=60), list(range(50)), max_tokens=None)
+    assert full.reason == "context"
+    assert full.usage.completion_tokens == 10
+
+
+def test_a_failure_within_a_step_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = session()
+    run(one, list(range(50)))
+    layer = one._loaded.model.layers[1]  # type: ignore[attr-defined]
+    original = layer.mlp
+
+    def broken(x: mx.array) -> mx.array:
+        raise MemoryError
+
+    layer.mlp = broken
+    with pytest.raises(MemoryError):
+        list(one.turn(2, [*range(50), 3, 4], GREEDY, None, lambda: False))
+    layer.mlp = original
+    assert one.cache_use().tokens == 0
+    prompt = list(range(60))
+    assert run(one, prompt).text == run(session(), prompt).text
