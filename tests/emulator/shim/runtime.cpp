@@ -441,6 +441,36 @@ void simdgroup_barrier(int memory, int line) {
     if (memory >> m & 1) lane->simd_epoch[m]++;
 }
 
+void matrix_place(uint32_t index, uint32_t& row, uint32_t& column) {
+  uint32_t quad = index / 4;
+  row = (quad & 4) + index / 2 % 4;
+  column = (quad & 2) * 2 + index % 2 * 2;
+}
+
+void matrix_multiply_accumulate(const float* left, const float* right, float* sum, int line) {
+  Simdgroup& simd = *lane->simdgroup;
+  float brought[4] = {left[0], left[1], right[0], right[1]};
+  memcpy(simd.in[lane->index_in_simd], brought, sizeof brought);
+  meet(Op::matrix, line);
+  uint32_t row, column;
+  if (!simd.is_reduced) {
+    float a[8][8], b[8][8];
+    for (uint32_t l = 0; l < kSimdWidth; l++) {
+      matrix_place(l, row, column);
+      memcpy(&a[row][column], simd.out[l], 2 * sizeof(float));
+      memcpy(&b[row][column], simd.out[l] + 2 * sizeof(float), 2 * sizeof(float));
+    }
+    memset(simd.product, 0, sizeof simd.product);
+    for (int r = 0; r < 8; r++)
+      for (int i = 0; i < 8; i++)
+        for (int c = 0; c < 8; c++) simd.product[r][c] += a[r][i] * b[i][c];
+    simd.is_reduced = true;
+  }
+  matrix_place(lane->index_in_simd, row, column);
+  sum[0] += simd.product[row][column];
+  sum[1] += simd.product[row][column + 1];
+}
+
 void* threadgroup_variable(const void* key, size_t size, const char* name, int line) {
   for (auto& variable : variables)
     if (variable.key == key) return variable.address;

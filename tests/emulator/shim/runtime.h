@@ -31,7 +31,8 @@ struct Simdgroup {
   alignas(64) unsigned char in[kSimdWidth][16];  // what each lane brought to the meeting
   unsigned char out[kSimdWidth][16];             // the same, kept until all have read it
   unsigned char reduced[16];
-  bool is_reduced;
+  float product[8][8];
+  bool is_reduced;  // reduced or product, of this meeting, has been computed
   uint32_t id, lanes, arrived;
   Lane* by_index[kSimdWidth];
   Lane* by_order[kSimdWidth];
@@ -51,6 +52,11 @@ extern const void* arguments[64];
 void meet(Op op, int line);  // returns when every lane of the simdgroup has called it
 void threadgroup_barrier(int memory, int line);
 void simdgroup_barrier(int memory, int line);
+// Which two elements of an 8 x 8 matrix a lane holds: (row, column) and the next column, as MLX's
+// steel kernels have it.
+void matrix_place(uint32_t lane, uint32_t& row, uint32_t& column);
+// sum += left * right, of matrices of which each lane brings its two elements.
+void matrix_multiply_accumulate(const float* left, const float* right, float* sum, int line);
 void* threadgroup_variable(const void* key, size_t size, const char* name, int line);
 
 }  // namespace msl

@@ -1,0 +1,1 @@
+"""The Metal backend: sealing and decode attention as kernels of our own."""

@@ -1,0 +1,351 @@
+"""The kernels of this folder behind the calls of `Backend`.
+
+Decode attention is two dispatches: pass 1 splits the sequence among threadgroups, pass 2 joins
+their results. See attention.metal for how, tile.metal for the order of codes in a tile.
+"""
+
+import functools
+import math
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from tqchat.kernels.backend import Array, Backend
+from tqchat.kernels.layout import BLOCK, GROUP, SINK, TAIL_CAPACITY, tile_words
+from tqchat.kernels.view import KVView
+
+LOG2E = 1.4426950408889634
+
+SIMDGROUPS = 4
+"""Per threadgroup of pass 1. More would not fit into threadgroup memory at head_dim 512."""
+
+MAX_SPLITS = 32
+"""Pass 2 weighs one split per lane."""
+
+# MLX tells no number of cores, but the architecture's last letter tells the size of the chip:
+# phone, base or Pro, Max, Ultra.
+CORES = {"p": 6, "g": 16, "s": 32, "d": 64}
+THREADGROUPS_PER_CORE = 3
+
+MOST_DENSE_UNITS = -(-(SINK + TAIL_CAPACITY) // BLOCK)
+
+# What the kernel functions are called with. A threadgroup variable may only be declared here.
+ATTEND = """
+  threadgroup float2 query[ROWS * (D / 8) * 32];
+  threadgroup uint scratch[SIMDGROUPS * scratch_words(D, DV)];
+  threadgroup float2 row_statistics[SIMDGROUPS * ROWS * 8];
+  const View view = make_view(settings);
+  const uint3 group = threadgroup_position_in_grid;
+  const Place at = {group.y, group.x / (D / DV), group.x % (D / DV), group.z,
+                    simdgroup_index_in_threadgroup, thread_index_in_simdgroup};
+  const int n_tokens = q_shape[1], n_rows = q_shape[0] / sink_k_shape[0] * n_tokens;
+  RESULTS
+  attend<D, DV, ROWS, SIMDGROUPS>(
+      q, sink_k, sink_v, tiles, tail_k, tail_v, view, n_rows, n_tokens, tiles_shape[1],
+      sink_k_shape[1], tail_k_shape[1], at, query, scratch, row_statistics, results);
+"""
+ATTEND_SPLIT = ATTEND.replace(
+    "RESULTS",
+    """const int first = (at.head * view.n_splits + at.split) * n_rows;
+  Partial<D> results = {partial + ulong(first) * D, (device float2*)statistics + first};""",
+)
+ATTEND_WHOLE = ATTEND.replace(
+    "RESULTS",
+    """auto results = make_whole<D, HAS_LOGITS>(
+      out + at.head * n_rows * D, logits, int(at.head) * (n_rows / n_tokens), n_tokens);""",
+)
+MERGE = """
+  const int n_tokens = HAS_LOGITS ? statistics_shape[0] * statistics_shape[2] / logits_shape[0] : 1;
+  merge<D, HAS_LOGITS>(
+      partial, (const device float2*)statistics, logits, out, statistics_shape[1],
+      statistics_shape[2], n_tokens, threadgroup_position_in_grid.z,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
+SEAL = """
+  const uint channel = thread_position_in_grid.x;
+  const uint block = thread_position_in_grid.z * (k_shape[1] / BLOCK) + thread_position_in_grid.y;
+  seal<D>(k + block * BLOCK * D, v + block * BLOCK * D, tiles + block * 10 * D, channel);
+"""
+HELD = """
+  const View view = make_view(settings);
+  const uint channel = thread_position_in_grid.x, head = thread_position_in_grid.z;
+  const int position = thread_position_in_grid.y, token = position - view.n_sink;
+  const int sealed = BLOCK * view.n_blocks;
+  const ulong to = (ulong(head) * threads_per_grid.y + position) * D + channel;
+  if (token < 0) {
+    const uint from = (head * sink_k_shape[1] + position) * D + channel;
+    k[to] = sink_k[from];
+    v[to] = sink_v[from];
+  } else if (token < sealed) {
+    const ulong block = ulong(head) * tiles_shape[1] + token / BLOCK;
+    k[to] = T(k_element<D>(tiles + block * 10 * D, token % BLOCK, channel));
+    v[to] = T(v_element<D>(tiles + block * 10 * D, token % BLOCK, channel));
+  } else {
+    const uint from = (head * tail_k_shape[1] + token - sealed) * D + channel;
+    k[to] = tail_k[from];
+    v[to] = tail_v[from];
+  }
+"""
+
+
+def _text(*names: str) -> str:
+    """Kernel sources without comments and indentation: MLX hashes the text at every call."""
+    text = "\n".join((Path(__file__).parent / name).read_text() for name in names)
+    text = re.sub(r"//[^\n]*", "", text)
+    return "\n".join(line.strip() for line in text.split("\n") if line.strip()) + "\n"
+
+
+def rows_per_simdgroup(n_rows: int, channels: int) -> int:
+    """How many groups of 8 query rows a simdgroup serves at once.
+
+    As many as 128 registers hold: a group takes channels / 4 for the output it accumulates and 11
+    for scores and sums. Rows are then shared out evenly.
+    """
+    groups = -(-n_rows // 8)
+    most = max(1, 96 // (channels // 4 + 11))
+    return -(-groups // -(-groups // most))
+
+
+def value_parts(head_dim: int) -> int:
+    """Into how many parts V's channels are shared out: one holds at most 256."""
+    parts = 1
+    while head_dim // parts > 256 or head_dim % (GROUP * parts):
+        parts += 1
+    return parts
+
+
+def split_count(units: int, threadgroups: int, cores: int) -> int:
+    """Splits of a sequence of `units` blocks of 32 tokens, of which each takes `threadgroups`.
+
+    Enough to fill the device, but each simdgroup should have a unit or more to work on.
+    """
+    wanted = -(-cores * THREADGROUPS_PER_CORE // threadgroups)
+    return max(1, min(wanted, MAX_SPLITS, units // SIMDGROUPS))
+
+
+@functools.lru_cache(maxsize=64)
+def _settings(*values: float) -> mx.array:
+    """Integers and, behind them, two floats by their bits; the same array for all layers."""
+    floats = struct.unpack("ii", struct.pack("ff", *values[5:]))
+    return mx.array([*map(int, values[:5]), *floats], dtype=mx.int32)
+
+
+class Metal(Backend):
+    """MLX on an Apple GPU, with our kernels for the int4 cache.
+
+    make_kernel: `mx.fast.metal_kernel`, or what tests put in its place.
+    cores: of the GPU; None: by the architecture's name.
+    """
+
+    name = "Metal"
+
+    def __init__(
+        self,
+        dtype: mx.Dtype = mx.float16,
+        cache_dtype: mx.Dtype | None = None,
+        *,
+        make_kernel: Callable[..., Any] = mx.fast.metal_kernel,
+        cores: int | None = None,
+    ) -> None:
+        super().__init__(dtype, cache_dtype)
+        if cores is None:
+            architecture = str(mx.device_info().get("architecture", ""))
+            cores = CORES.get(architecture[-1:], CORES["g"])
+        self._cores = cores
+        cache = ["sink_k", "sink_v", "tiles", "tail_k", "tail_v", "settings"]
+        attention, cached = _text("tile.metal", "attention.metal"), _text("tile.metal", "cache.metal")
+        self._attend_split = make_kernel(
+            "tqchat_attend_split", ["q", *cache], ["partial", "statistics"], ATTEND_SPLIT, attention
+        )
+        self._attend_whole = make_kernel(
+            "tqchat_attend_whole", ["q", *cache, "logits"], ["out"], ATTEND_WHOLE, attention
+        )
+        self._merge = make_kernel(
+            "tqchat_merge", ["partial", "statistics", "logits"], ["out"], MERGE, attention
+        )
+        self._seal_kernel = make_kernel("tqchat_seal", ["k", "v"], ["tiles"], SEAL, cached)
+        self._held_kernel = make_kernel("tqchat_held", cache, ["k", "v"], HELD, cached)
+        self._no_logits = mx.zeros(8)
+        self._no_tiles = mx.zeros((1, 1, 8), mx.uint32)
+
+    def attend(
+        self,
+        q: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        n_heads, tokens, dim = q.shape
+        n_kv_heads = view.sink_k.shape[0]
+        units = -(-(view.n_sink + view.n_tail) // BLOCK) + view.n_blocks
+        if window is not None:
+            units = min(units, -(-(window + tokens) // BLOCK) + 1 + MOST_DENSE_UNITS)
+        plan = _plan(
+            n_heads, n_kv_heads, tokens, dim, units, self._cores, sinks is not None, q.dtype
+        )
+        settings = _settings(
+            view.n_sink,
+            view.n_blocks,
+            view.n_tail,
+            plan.n_splits,
+            window or 0,
+            scale * LOG2E if softcap is None else scale / softcap,
+            0.0 if softcap is None else softcap * LOG2E,
+        )
+        logits = self._no_logits if sinks is None else sinks
+        cache = self._buffers(view)
+        if plan.merge is None:
+            return self._attend_whole(inputs=[q, *cache, settings, logits], **plan.attend)[0]
+        partial, statistics = self._attend_split(inputs=[q, *cache, settings], **plan.attend)
+        return self._merge(inputs=[partial, statistics, logits], **plan.merge)[0]
+
+    def seal(self, k: Array, v: Array) -> Array:
+        heads, tokens, dim = k.shape
+        return self._seal_kernel(
+            inputs=[k, v],
+            template=[("D", dim)],
+            grid=(dim, tokens // BLOCK, heads),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[(heads, tokens // BLOCK, tile_words(dim))],
+            output_dtypes=[mx.uint32],
+        )[0]
+
+    def unseal(self, tiles: Array) -> tuple[Array, Array]:
+        heads, n, words = tiles.shape
+        none = mx.zeros((heads, TAIL_CAPACITY, words // 10), self.dtype)
+        return self._held(KVView(none, none, tiles, none, none, 0, n, 0))
+
+    def _held(self, view: KVView) -> tuple[Array, Array]:
+        heads, _, dim = view.sink_k.shape
+        settings = _settings(view.n_sink, view.n_blocks, view.n_tail, 1, 0, 0.0, 0.0)
+        shape = (heads, view.length, dim)
+        if not view.length:
+            return mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)
+        k, v = self._held_kernel(
+            inputs=[*self._buffers(view), settings],
+            template=[("D", dim), ("T", self.dtype)],
+            grid=(dim, view.length, heads),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[shape, shape],
+            output_dtypes=[self.dtype, self.dtype],
+        )
+        return k, v
+
+    def _buffers(self, view: KVView) -> list[Array]:
+        tiles = view.tiles if view.tiles.size else self._no_tiles
+        return [view.sink_k, view.sink_v, tiles, view.tail_k, view.tail_v]
+
+    def to_canonical(self, tiles: Array) -> mx.array:
+        return _reordered(tiles, to_canonical=True)
+
+    def from_canonical(self, tiles: mx.array) -> Array:
+        return _reordered(tiles, to_canonical=False)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a decode step is dispatched: what the kernels are called with besides their inputs."""
+
+    n_splits: int
+    attend: dict[str, Any]
+    merge: dict[str, Any] | None
+
+
+def _plan(
+    n_heads: int,
+    n_kv_heads: int,
+    tokens: int,
+    dim: int,
+    units: int,
+    cores: int,
+    has_logits: bool,
+    dtype: mx.Dtype,
+) -> _Plan:
+    n_rows, parts = n_heads // n_kv_heads * tokens, value_parts(dim)
+    rows = rows_per_simdgroup(n_rows, dim // parts)
+    groups = -(-n_rows // (8 * rows))
+    n_splits = split_count(units, n_kv_heads * groups * parts, cores)
+    return _dispatches(
+        n_heads, n_kv_heads, tokens, dim, rows, groups * parts, n_splits, has_logits, dtype
+    )
+
+
+@functools.cache
+def _dispatches(
+    n_heads: int,
+    n_kv_heads: int,
+    tokens: int,
+    dim: int,
+    rows: int,
+    groups: int,
+    n_splits: int,
+    has_logits: bool,
+    dtype: mx.Dtype,
+) -> _Plan:
+    n_rows, parts = n_heads // n_kv_heads * tokens, value_parts(dim)
+    template = [("D", dim), ("DV", dim // parts), ("ROWS", rows), ("SIMDGROUPS", SIMDGROUPS)]
+    attend: dict[str, Any] = {
+        "grid": (32 * SIMDGROUPS * groups, n_kv_heads, n_splits),
+        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+    }
+    out = {"output_shapes": [(n_heads, tokens, dim)], "output_dtypes": [dtype]}
+    if n_splits == 1:
+        return _Plan(1, {"template": [*template, ("HAS_LOGITS", has_logits)], **attend, **out}, None)
+    attend |= {
+        "template": template,
+        "output_shapes": [(n_kv_heads, n_splits, n_rows, n) for n in (dim, 2)],
+        "output_dtypes": [mx.float32, mx.float32],
+    }
+    merge = {
+        "template": [("D", dim), ("HAS_LOGITS", has_logits)],
+        "grid": (dim, 1, n_kv_heads * n_rows),
+        "threadgroup": (dim, 1, 1),
+        **out,
+    }
+    return _Plan(n_splits, attend, merge)
+
+
+# The axes of a tile's parts as tile.metal orders them, by the letters of canonical order: a token
+# is (n, p, q, e) for K and (n, r, s) for V; a channel is (j, r, s, i) for K and (j, p, q) for V's
+# words. r, s and p, q are the high and low bits of a lane's matrix row and pair.
+_SIZES = {"K": "n4 p2 q2 e2 j r2 s4 i4", "V": "n4 r2 s4 j p2 q2", "k": "j r8 i4", "v": "n4 r8 j"}
+_METAL = {"K": "j r p s q i n e", "V": "j r p s q n", "k": "j i r", "v": "j r n"}
+
+
+def _permuted(x: mx.array, part: str, to_canonical: bool) -> mx.array:
+    """Reorders (heads, n, elements) of one part of the tiles."""
+    sizes = {axis[0]: int(axis[1:] or 0) for axis in _SIZES[part].split()}
+    known = math.prod(size for size in sizes.values() if size)
+    sizes["j"] = x.shape[-1] // known
+    canonical, metal = list(sizes), _METAL[part].split()
+    before, after = (metal, canonical) if to_canonical else (canonical, metal)
+    shaped = x.reshape(*x.shape[:2], *(sizes[axis] for axis in before))
+    order = [0, 1, *(2 + before.index(axis) for axis in after)]
+    return shaped.transpose(order).reshape(x.shape)
+
+
+def _reordered(tiles: mx.array, to_canonical: bool) -> mx.array:
+    dim = tiles.shape[-1] // 10
+    own, canonical = [4 * dim, 8 * dim, 9 * dim], [4 * dim, 5 * dim, 9 * dim]
+    if to_canonical:
+        k, v, k_params, v_params = mx.split(tiles, own, axis=-1)
+    else:
+        k, k_params, v, v_params = mx.split(tiles, canonical, axis=-1)
+    # K's words hold other codes in the two orders: take them apart to one byte per code.
+    pairs = k.reshape(*k.shape[:2], -1).view(mx.uint8)
+    codes = mx.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*k.shape[:2], -1)
+    codes = _permuted(codes, "K", to_canonical).reshape(*pairs.shape, 2)
+    k = (codes[..., 0] | (codes[..., 1] << 4)).view(mx.uint32)
+    v = _permuted(v, "V", to_canonical)
+    k_params = _permuted(k_params, "k", to_canonical)
+    v_params = _permuted(v_params, "v", to_canonical)
+    parts = [k, k_params, v, v_params] if to_canonical else [k, v, k_params, v_params]
+    return mx.concatenate(parts, axis=-1)

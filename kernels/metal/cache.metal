@@ -1,0 +1,78 @@
+// Sealing: 32 tokens of K and V become one tile. And back, for prefill.
+
+// As codec.py: NaN counts as 0, the rest is saturated to fp16's range.
+inline float finite(float x) { return isnan(x) ? 0.0f : clamp(x, -65504.0f, 65504.0f); }
+
+// Quantises 32 numbers: their nibbles replace them; returns the parameter word.
+inline uint quantize(thread float (&x)[BLOCK]) {
+  float low = x[0], high = x[0];
+  UNROLL
+  for (int i = 1; i < BLOCK; i++) {
+    low = min(low, x[i]);
+    high = max(high, x[i]);
+  }
+  const float step = (high - low) / 15.0f;
+  const half mid = half(low + 8.0f * step), scale = half(step);
+  UNROLL
+  for (int i = 0; i < BLOCK; i++) {
+    const float code = scale == 0.0h ? 0.0f : rint((x[i] - float(mid)) / float(scale));
+    x[i] = clamp(code, -8.0f, 7.0f) + 8.0f;
+  }
+  return as_type<uint>(half2(scale, mid));
+}
+
+// Thread c of a tile seals K's channel c over the tokens, then one token of V over 32 channels.
+template <int D, typename T>
+void seal(const device T* k, const device T* v, device uint* tile, uint thread_index) {
+  float x[BLOCK];
+  const uint j = thread_index / 32;
+  {
+    const uint row = thread_index % 32 / 4, i = thread_index % 4;
+    UNROLL
+    for (int t = 0; t < BLOCK; t++) x[t] = finite(float(k[t * D + thread_index]));
+    tile[8 * D + 32 * j + 8 * i + row] = quantize(x);
+    UNROLL
+    for (uint pair = 0; pair < 4; pair++) {
+      uint word = 0;
+      UNROLL
+      for (uint n = 0; n < 4; n++)
+        UNROLL
+        for (uint e = 0; e < 2; e++)
+          word |= uint(x[8 * n + 2 * pair + e]) << (4 * (2 * n + e));
+      tile[(32 * j + lane_of(row, pair)) * 4 + i] = word;
+    }
+  }
+  {
+    const uint token = thread_index % 32, row = token % 8, n = token / 8;
+    UNROLL
+    for (int c = 0; c < 32; c++) x[c] = finite(float(v[token * D + 32 * j + c]));
+    tile[9 * D + 32 * j + 4 * row + n] = quantize(x);
+    UNROLL
+    for (uint pair = 0; pair < 4; pair++) {
+      uint word = 0;
+      UNROLL
+      for (uint c = 0; c < 8; c++) word |= uint(x[8 * pair + c]) << (4 * c);
+      tile[4 * D + (32 * j + lane_of(row, pair)) * 4 + n] = word;
+    }
+  }
+}
+
+// The product is exact in float, so the result is codec.py's to the bit.
+inline float dequantize(uint nibble, uint parameters) {
+  const half2 pair = as_type<half2>(parameters);
+  return float(pair.y) + float(pair.x) * (float(nibble & 15u) - 8.0f);
+}
+
+// Element (token, channel) of K or V in a tile.
+template <int D>
+float k_element(const device uint* tile, uint token, uint channel) {
+  const uint j = channel / 32, row = channel % 32 / 4, i = channel % 4;
+  const uint word = tile[(32 * j + lane_of(row, token % 8 / 2)) * 4 + i];
+  return dequantize(word >> (4 * (token / 8 * 2 + token % 2)), tile[8 * D + 32 * j + 8 * i + row]);
+}
+template <int D>
+float v_element(const device uint* tile, uint token, uint channel) {
+  const uint j = channel / 32, row = token % 8, n = token / 8;
+  const uint word = tile[4 * D + (32 * j + lane_of(row, channel % 32 / 8)) * 4 + n];
+  return dequantize(word >> (4 * (channel % 8)), tile[9 * D + 32 * j + 4 * row + n]);
+}

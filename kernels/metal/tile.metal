@@ -1,0 +1,57 @@
+// The order of a sealed tile on Metal.
+//
+// A simdgroup multiplies 8 x 8 matrices, of which each lane holds two adjacent elements of one row:
+// matrix_row(lane), matrix_pair(lane) * 2 and the next. The words of a tile lie so that a lane's
+// 16-byte loads bring just the codes of its own elements, and the loads of a simdgroup are
+// contiguous. With D channels, in words of 32 bits:
+//
+//   0    .. 4 D   K codes: uint4 j of a lane is at (32 j + lane), j < D / 32. Its word i holds
+//                 channel 32 j + 4 row + i; nibble 2 n + e is token 8 n + 2 pair + e.
+//   4 D  .. 8 D   V codes, likewise. Word n holds token 8 n + row; nibble v is channel
+//                 32 j + 8 pair + v.
+//   8 D  .. 9 D   K parameters: word 32 j + 8 i + row is channel 32 j + 4 row + i.
+//   9 D  .. 10 D  V parameters: word 32 j + 4 row + n is token 8 n + row, channels 32 j and on.
+//
+// A nibble is code + 8; a parameter word is two fp16 numbers, scale below mid; value = mid +
+// scale * code. The same tile in canonical order is described in layout.py.
+
+#include <metal_simdgroup_matrix>
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+constant constexpr int BLOCK = 32;
+
+// Where a lane's elements lie in an 8 x 8 matrix (as MLX's matrix multiplication has it).
+inline uint matrix_row(uint lane) { return ((lane >> 1) & 3) | ((lane >> 2) & 4); }
+inline uint matrix_pair(uint lane) { return (lane & 1) | ((lane >> 2) & 2); }
+inline uint lane_of(uint row, uint pair) {
+  return (pair & 1) | ((row & 3) << 1) | ((pair & 2) << 2) | ((row & 4) << 2);
+}
+
+struct Parameters {
+  float scale;
+  float zero;  // what the nibble 0 stands for: mid - 8 * scale
+};
+
+inline Parameters unpack(uint word) {
+  half2 pair = as_type<half2>(word);
+  return {float(pair.x), float(pair.y) - 8.0f * float(pair.x)};
+}
+
+// Nibbles 2 i and 2 i + 1.
+inline float2 nibbles(uint word, uint i) {
+  return float2(float((word >> (8 * i)) & 15u), float((word >> (8 * i + 4)) & 15u));
+}
+
+// How much of the cache's buffers is filled, and how a query looks at it: an array of integers.
+struct View {
+  int n_sink, n_blocks, n_tail, n_splits;
+  int window;        // tokens a query sees, itself included; 0: all
+  float query_scale;
+  float softcap;     // score = softcap * tanh(score); 0: none
+};
+
+inline View make_view(const constant int* settings) {
+  return {settings[0], settings[1], settings[2], settings[3], settings[4],
+          as_type<float>(settings[5]), as_type<float>(settings[6])};
+}
