@@ -1,6 +1,7 @@
 """One question, one answer, no screen."""
 
 import dataclasses
+import io
 import json
 import sys
 
@@ -17,6 +18,7 @@ from tqchat.engine.events import (
     Token,
 )
 from tqchat.models.find import BUILTIN, last_used
+from tqchat.tui.text import clean
 
 
 def answer(
@@ -35,6 +37,11 @@ def answer(
     engine = Engine(options)
     engine.start()
     status = _Status()
+    # A terminal would obey control characters that the model writes.
+    shown = clean if sys.stdout.isatty() else str
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The locale may lack characters that the model writes.
+        sys.stdout.reconfigure(errors="replace")
     try:
         engine.load(model or last_used() or BUILTIN)
         engine.generate(messages, sampling, max_tokens)
@@ -52,7 +59,7 @@ def answer(
                     status.show(f"Reading the prompt: {_percent(done, total)}")
                 case Token(text=text) if not as_json:
                     status.clear()
-                    sys.stdout.write(text)
+                    sys.stdout.write(shown(text))
                     sys.stdout.flush()
                 case Failed(_, reason):
                     status.clear()

@@ -1,5 +1,6 @@
 """From what the user types to a model on this machine."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,11 +110,10 @@ def last_used() -> str | None:
 
 
 def remember(name: str) -> None:
-    """Make `name` the model used last. Raises ModelError."""
-    try:
-        paths.write_private(_memory(), json.dumps({"model": resolve(name).name}))
-    except OSError as error:
-        raise ModelError(f"Cannot write to {_memory()}: {error.strerror}.") from None
+    """Make `name` the model used last, where that can be written. Raises ModelError."""
+    value = json.dumps({"model": resolve(name).name})
+    with contextlib.suppress(OSError):
+        paths.write_private(_memory(), value)
 
 
 def _memory() -> Path:
