@@ -36,14 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(autouse=True)
-def private_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine remembers (the last model used) must not leave the test."""
-    from tqchat import paths
-
-    monkeypatch.setattr(paths, "state_dir", lambda: paths.private_dir(tmp_path / "state"))
-
-
 @pytest.fixture
 def started() -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
@@ -149,8 +141,8 @@ def test_a_turn_in_events(folder: Path, started: Callable[..., Engine]) -> None:
     assert finished.usage.ttft_s > 0
     assert finished.usage.prefill_tps > 0
     assert finished.usage.decode_tps > 0
-    # The last token was drawn but not fed.
-    assert finished.cache.tokens == chunks[-1].total + 11
+    # The last token was drawn, and may have been fed ahead.
+    assert finished.cache.tokens - chunks[-1].total in (11, 12)
     assert not engine.events
 
 
@@ -401,9 +393,7 @@ engine.close()
 
 
 @pytest.mark.parametrize("how", ["finished", "decoding", "at once"])
-def test_a_process_that_used_the_engine_ends_well(
-    folder: Path, tmp_path: Path, how: str
-) -> None:
+def test_a_process_that_used_the_engine_ends_well(folder: Path, tmp_path: Path, how: str) -> None:
     """MLX aborts at exit if a thread that had streams did not let go of them."""
     for _ in range(3):
         done = subprocess.run(

@@ -53,15 +53,15 @@ def said(text: str, *more: str) -> list[Message]:
     return [Message(roles[i % 2], content) for i, content in enumerate((text, *more))]
 
 
-def ask(
-    session: Session, *texts: str, max_tokens: int, stop_after: int | None = None
-) -> Finished:
-    """The answer to the last of `texts`, which take turns. `stop_after` tokens it is stopped."""
+def ask(session: Session, *texts: str, max_tokens: int, stop_after: int = 0) -> Finished:
+    """The answer to the last of `texts`, which take turns. After `stop_after` tokens: stopped."""
     loaded = session._loaded
     prompt = loaded.template.prompt_ids(loaded.tokenizer, said(*texts))
-    n_tokens = 0
-    for event in session.turn(1, prompt, GREEDY, max_tokens, lambda: n_tokens == stop_after):
-        n_tokens += isinstance(event, Token)
+    tokens: list[Token] = []
+    stopped = lambda: 0 < stop_after == len(tokens)  # noqa: E731
+    for event in session.turn(1, prompt, GREEDY, max_tokens, stopped):
+        if isinstance(event, Token):
+            tokens.append(event)
     assert isinstance(event, Finished)
     return event
 
