@@ -11,6 +11,7 @@ from tqchat.engine.events import Failed, Finished, ModelInfo, Sampling, Token
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import Backend
+from tqchat.models.errors import ModelError
 
 GREEDY = Sampling(temperature=0)
 
@@ -105,3 +106,8 @@ def test_a_failure_within_a_step_leaves_an_empty_cache(monkeypatch: pytest.Monke
     assert one.cache_use().tokens == 0
     prompt = list(range(60))
     assert run(one, prompt).text == run(session(), prompt).text
+
+
+def test_tokens_that_the_model_does_not_know_are_refused() -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        list(session().turn(1, [1, LLAMA["vocab_size"]], GREEDY, None, lambda: False))

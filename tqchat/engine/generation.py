@@ -23,6 +23,7 @@ from tqchat.engine.events import (
 )
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import sample
+from tqchat.models.errors import ModelError
 
 STATS_INTERVAL_S = 0.25
 
@@ -126,6 +127,11 @@ class Session:
         if excess > 0:
             yield Failed(number, _too_long(len(prompt), context, excess), excess)
             return
+        if max(prompt, default=0) >= self._loaded.model.vocab_size:
+            raise ModelError(
+                f"{self._loaded.info.name}: its tokenizer has tokens that the model does not know. "
+                "Fetch the model again, or choose another."
+            )
         try:
             yield from self._turn(number, prompt, sampling, max_tokens, stopped)
         except BaseException:
