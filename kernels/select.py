@@ -13,5 +13,18 @@ def select(dtype: mx.Dtype, threads: int | None = None) -> Backend:
     A CPU computes in float32, whatever the weights' type.
     """
     if mx.default_device().type == mx.cpu:
-        return Backend(mx.float32)
+        return _cpu(threads)
     return Backend(mx.float16 if dtype == mx.float32 else dtype)
+
+
+def _cpu(threads: int | None) -> Backend:
+    try:
+        from tqchat.kernels.cpu.backend import CPU
+    except ImportError:
+        plain = Backend(mx.float32)
+        plain.note = (
+            "The native CPU kernels are not built, so this computes up to a hundred times slower. "
+            "Install a C compiler (gcc or clang), then reinstall tqchat."
+        )
+        return plain
+    return CPU(threads)

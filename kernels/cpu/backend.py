@@ -1,5 +1,6 @@
 """The CPU backend: native kernels on numpy float32 arrays, weights as they are stored."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,27 +100,33 @@ class CPU(Backend):
         return _native.unseal(tiles)
 
     def to_canonical(self, tiles: Array) -> mx.array:
-        heads, n, dim = *tiles.shape[:2], tiles.shape[2] // 10
+        heads, n, size = tiles.shape
+        dim = size // 10
         k, k_parameters, v, v_parameters = np.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
         v_codes = _unpacked(v.reshape(heads, n, BLOCK // 8, dim)).swapaxes(3, 4)
         parts = (
             k.reshape(heads, n, dim // 8, BLOCK).swapaxes(2, 3),
             _halves(k_parameters).reshape(heads, n, 2, dim).swapaxes(2, 3),
             _packed(v_codes.reshape(heads, n, BLOCK, dim // 8, 8)),
-            _halves(v_parameters).reshape(heads, n, dim // GROUP, 2, BLOCK).transpose(0, 1, 4, 2, 3),
+            _halves(v_parameters)
+            .reshape(heads, n, dim // GROUP, 2, BLOCK)
+            .transpose(0, 1, 4, 2, 3),
         )
         return mx.array(_joined(parts))
 
     def from_canonical(self, tiles: mx.array) -> Array:
         words = _numpy(tiles)
-        heads, n, dim = *words.shape[:2], words.shape[2] // 10
+        heads, n, size = words.shape
+        dim = size // 10
         k, k_parameters, v, v_parameters = np.split(words, [4 * dim, 5 * dim, 9 * dim], axis=-1)
         v_codes = _unpacked(v.reshape(heads, n, BLOCK, dim // 8))
         parts = (
             k.reshape(heads, n, BLOCK, dim // 8).swapaxes(2, 3),
             _halves(k_parameters).reshape(heads, n, dim, 2).swapaxes(2, 3),
             _packed(v_codes.reshape(heads, n, BLOCK // 8, 8, dim).swapaxes(3, 4)),
-            _halves(v_parameters).reshape(heads, n, BLOCK, dim // GROUP, 2).transpose(0, 1, 3, 4, 2),
+            _halves(v_parameters)
+            .reshape(heads, n, BLOCK, dim // GROUP, 2)
+            .transpose(0, 1, 3, 4, 2),
         )
         return _joined(parts)
 
@@ -185,16 +192,18 @@ def _halves(words: NDArray[np.uint32]) -> NDArray[np.uint16]:
 
 def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[np.uint32]:
     """Arrays (heads, n, ...) as words, side by side."""
-    flat = [np.ascontiguousarray(part).reshape(*part.shape[:2], -1) for part in parts]
-    return np.concatenate([part.view(np.uint32) for part in flat], axis=-1)
+    flat = [part.reshape(*part.shape[:2], math.prod(part.shape[2:])) for part in parts]
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint32) for part in flat], axis=-1)
 
 
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)
 
 
 def _unpacked(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    return (words[..., None] >> _SHIFTS) & 15
+    codes: NDArray[np.uint32] = (words[..., None] >> _SHIFTS) & np.uint32(15)
+    return codes
 
 
 def _packed(codes: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    return np.bitwise_or.reduce(codes << _SHIFTS, axis=-1)
+    words: NDArray[np.uint32] = np.bitwise_or.reduce(codes << _SHIFTS, axis=-1)
+    return words
