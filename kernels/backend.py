@@ -88,7 +88,7 @@ class Backend:
 
     def embed(self, weight: Weight, ids: Sequence[int] | mx.array) -> Array:
         """Rows of the embedding: (tokens, hidden_size)."""
-        index = mx.array(ids, dtype=mx.uint32)
+        index = ids if isinstance(ids, mx.array) else mx.array(list(ids), dtype=mx.uint32)
         if not weight.bits:
             return weight.data[index]
         return mx.dequantize(
@@ -117,7 +117,8 @@ class Backend:
 
     def logits(self, x: Array, weight: Weight) -> mx.array:
         """The output projection of one or more tokens, as MLX float32 (tokens, vocab_size)."""
-        return self.linear(x, weight).astype(mx.float32)
+        y: mx.array = self.linear(x, weight).astype(mx.float32)
+        return y
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """Root mean square normalisation over the last axis (arXiv:1910.07467)."""
@@ -155,7 +156,7 @@ class Backend:
         k, v = codec.unseal(tiles)
         return k.astype(self.dtype), v.astype(self.dtype)
 
-    def to_canonical(self, tiles: Array) -> mx.array:
+    def to_canonical(self, tiles: Array) -> Array:
         """This backend's tiles in the order of `layout`, as an MLX array."""
         return tiles
 
@@ -220,7 +221,7 @@ class Backend:
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         if softcap is not None:
             return _soft_capped(q, k, v, scale, softcap, sinks, _mask(tokens, length, window))
-        mask = "causal" if window is None and tokens > 1 else None
+        mask: str | mx.array | None = "causal" if tokens > 1 else None
         if window is not None:
             mask = _mask(tokens, length, window)
         return mx.fast.scaled_dot_product_attention(

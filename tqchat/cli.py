@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain at exit when flushing.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 1
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from tqchat.engine.events import Sampling
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
-from tqchat.engine.sampler import sample
+from tqchat.engine.sampler import sample, token_id
 from tqchat.kernels import Backend
 
 DECODED = 32
@@ -80,7 +80,7 @@ def _run(loaded: LoadedModel, session: Session, context: int) -> tuple[float, li
 
 
 def _greedy(logits: mx.array) -> int:
-    return int(sample(logits[-1], Sampling(temperature=0), []).item())
+    return token_id(sample(logits[-1], Sampling(temperature=0), []))
 
 
 def _peak() -> int:

@@ -87,7 +87,7 @@ class Int4Cache:
         self._backend.evaluate(*self._buffers())
         return out
 
-    def _buffers(self) -> tuple[Array, ...]:
+    def _buffers(self) -> tuple[Array, Array, Array, Array, Array]:
         return (self._sink_k, self._sink_v, self._tiles, self._tail_k, self._tail_v)
 
     def _view(self) -> KVView:

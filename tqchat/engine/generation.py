@@ -22,7 +22,7 @@ from tqchat.engine.events import (
     Usage,
 )
 from tqchat.engine.loading import LoadedModel
-from tqchat.engine.sampler import sample
+from tqchat.engine.sampler import sample, token_id
 from tqchat.models.errors import ModelError
 
 STATS_INTERVAL_S = 0.25
@@ -206,11 +206,11 @@ class Session:
         while True:
             following = None
             if self._may_run_ahead(sampling):
-                mx.async_eval(token)
+                mx.async_eval(token)  # type: ignore[no-untyped-call]
                 logits = self._loaded.model(token[None], self._caches)
                 following = sample(logits[-1], sampling, self._held)
-                mx.async_eval(following)
-            value = int(token.item())
+                mx.async_eval(following)  # type: ignore[no-untyped-call]
+            value = token_id(token)
             if following is not None:
                 self._held.append(value)
             yield value

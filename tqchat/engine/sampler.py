@@ -45,3 +45,8 @@ def _nucleus(logits: mx.array, top_p: float) -> mx.array:
     before = mx.cumsum(probabilities) - probabilities
     kept = mx.maximum((before < top_p).sum(), 1)
     return mx.where(-logits > ordered[kept - 1], -mx.inf, logits)
+
+
+def token_id(token: mx.array) -> int:
+    """Wait for a sampled token."""
+    return int(token.item())  # type: ignore[arg-type]
