@@ -1,0 +1,173 @@
+"""The chat as one person has it: the program on a terminal, keys going in, a screen coming out."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.folders import write_tiny
+from tests.terminal import Terminal
+
+TQCHAT = [sys.executable, "-m", "tqchat"]
+CHAT = r"● ready"
+
+
+@pytest.fixture
+def chat(own_folders: Path) -> Iterator[Callable[..., Terminal]]:
+    """Starts the program; its folders are the test's, but for what is fetched only once."""
+    terminals: list[Terminal] = []
+
+    def start(*arguments: str | Path) -> Terminal:
+        argv = [*TQCHAT, *map(str, arguments), "--temperature", "0"]
+        terminals.append(Terminal(argv, dict(os.environ)))
+        return terminals[-1]
+
+    yield start
+    for terminal in terminals:
+        terminal.__exit__()
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that takes its time and never ends an answer."""
+    return write_tiny(tmp_path_factory.mktemp("models") / "slow", num_hidden_layers=24)
+
+
+def ask(terminal: Terminal, text: str) -> None:
+    terminal.type(text)
+    terminal.wait_for(re.escape(text))
+    terminal.type("\r")
+
+
+def kv_bytes(terminal: Terminal) -> float:
+    """What the panel shows, 0 where it shows none."""
+    panel = terminal.wait_for(r"KV cache · int4[^\n]*\n[^\n]*? ((-)|([\d.]+) ([KM])iB)")
+    return 0.0 if panel[2] else float(panel[3]) * {"K": 2**10, "M": 2**20}[panel[4]]
+
+
+def leave(terminal: Terminal, keys: str = "/quit\r") -> None:
+    terminal.type(keys)
+    assert terminal.wait_for_exit() == 0
+    terminal.assert_sane()
+    assert b"\x1b[?1049h" in terminal.output
+    assert b"Traceback" not in terminal.output
+
+
+def test_the_first_conversation(chat: Callable[..., Terminal], smollm2_gguf: Path) -> None:
+    terminal = chat()
+    terminal.wait_for(r"smollm2.*\n(.*\n)*.*" + "mlx-community/")
+    terminal.wait_for(CHAT)
+    assert kv_bytes(terminal) == 0
+    assert re.search(r"Speed.*\n.* - tok/s", terminal.text)
+
+    ask(terminal, "What is the capital of France?")
+    terminal.wait_for(r"Paris")
+    terminal.wait_for(CHAT)
+    first = kv_bytes(terminal)
+    assert first > 0
+    terminal.wait_for(r"[1-9][\d.]* tok/s")
+    terminal.wait_for(r"smaller|in fp16 +[\d.]+ [KM]iB")
+    tokens = int(terminal.wait_for(r"(\d+) of 8,192")[1])
+    terminal.wait_for(r"[\d.]+ [KMG]iB free")
+
+    ask(terminal, "What about Germany?")
+    terminal.wait_for(r"Berlin")
+    terminal.wait_for(CHAT)
+    assert kv_bytes(terminal) > first
+    assert int(terminal.wait_for(r"(\d+) of 8,192")[1]) > tokens
+
+    terminal.type("/clear\r")
+    terminal.wait_for("forgotten")
+    terminal.wait_for(r" 0 of 8,192")
+    assert kv_bytes(terminal) == 0
+    assert "Paris" not in terminal.text
+
+    ask(terminal, "What is the capital of France?")
+    terminal.wait_for(r"Paris")
+    terminal.wait_for(CHAT)
+    assert kv_bytes(terminal) == first
+    leave(terminal)
+
+
+def test_ctrl_c_while_the_model_is_read(chat: Callable[..., Terminal], smollm2_gguf: Path) -> None:
+    terminal = chat(smollm2_gguf)
+    terminal.wait_for(r"⠋?Reading .*B of .*B")
+    terminal.type("\x03")
+    terminal.wait_for(r"● no model")
+    terminal.type("/retry\r")
+    terminal.wait_for(CHAT)
+    leave(terminal)
+
+
+def test_ctrl_c_while_the_prompt_is_read(chat: Callable[..., Terminal], slow: Path) -> None:
+    terminal = chat(slow)
+    terminal.wait_for(CHAT)
+    terminal.paste("A line of text.\n" * 480)
+    terminal.wait_for(r"\[pasted 1: 7,680 chars\]")
+    terminal.type("\r")
+    terminal.wait_for(r"Reading .*tokens")
+    terminal.type("\x03")
+    terminal.wait_for(CHAT)
+    # Not answered: it is in the box again.
+    terminal.wait_for(r"│ \[pasted 1: 7,680 chars\]")
+    leave(terminal, "\x7f/quit\r")
+
+
+def test_ctrl_c_while_an_answer_is_written(chat: Callable[..., Terminal], slow: Path) -> None:
+    terminal = chat(slow)
+    terminal.wait_for(CHAT)
+    ask(terminal, "Hello")
+    terminal.wait_for(r"● answering")
+    terminal.type("\x03")
+    terminal.wait_for(CHAT)
+    terminal.wait_for("stopped")
+    # The conversation goes on.
+    ask(terminal, "And now?")
+    terminal.wait_for(r"● answering")
+    terminal.type("\x1b")
+    terminal.wait_for(CHAT)
+    # Once nothing runs, it does not leave.
+    terminal.type("\x03")
+    terminal.wait_for("Nothing to stop")
+    leave(terminal, "\x04")
+
+
+def test_leaving_in_the_middle_of_an_answer(chat: Callable[..., Terminal], slow: Path) -> None:
+    terminal = chat(slow)
+    terminal.wait_for(CHAT)
+    ask(terminal, "Hello")
+    terminal.wait_for(r"● answering")
+    leave(terminal)
+
+
+def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: Path) -> None:
+    terminal = chat(slow, "--context", "1000", "--max-tokens", "5")
+    terminal.wait_for(CHAT)
+    ask(terminal, "Hello")
+    terminal.wait_for(r"● ready")
+    held = terminal.wait_for(r"(\d+) of 1,000")[1]
+    terminal.paste("x" * 3000)
+    terminal.wait_for(r"\[pasted 1: 3,000 chars\]")
+    terminal.type("\r")
+    excess = int(terminal.wait_for(r"([\d,]+)\s+more than")[1].replace(",", ""))
+    assert 2000 < excess < 2200
+    terminal.wait_for(r"│ \[pasted 1: 3,000 chars\]")
+    assert terminal.wait_for(r"(\d+) of 1,000")[1] == held
+    # Taken out again, the conversation goes on.
+    terminal.type("\x7f")
+    ask(terminal, "And now?")
+    terminal.wait_for(rf"(?!{held} )\b\d+ of 1,000")
+    leave(terminal)
+
+
+def test_a_model_that_cannot_be_read(chat: Callable[..., Terminal], tmp_path: Path) -> None:
+    terminal = chat(tmp_path / "nowhere")
+    terminal.wait_for(r"● no model")
+    terminal.wait_for(r"nowhere")
+    ask(terminal, "Hello")
+    terminal.wait_for(r"No model is loaded")
+    terminal.wait_for(r"│ Hello")
+    leave(terminal, "\x7f" * 5 + "/quit\r")
