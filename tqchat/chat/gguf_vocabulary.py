@@ -93,7 +93,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Json:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _SPLITS:
+    if not isinstance(pre, str) or pre not in _SPLITS:
         raise ChatError(
             f"The GGUF file cuts text into words by rules called {pre!r}, which tqchat does not "
             "know. Use this model as a folder with a tokenizer.json."
@@ -110,7 +110,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Json:
     """SentencePiece merges the two neighbours that make the piece with the highest score.
 
-    Written as merges: every way to cut a piece in two pieces, the highest score first.
+    Written as merges: every way to cut a piece in two pieces, the highest score first. Of one
+    piece's, the longest left side first, which is closest to SentencePiece's leftmost first.
     """
     scores = _list(metadata, "scores", float)
     if len(scores) != len(tokens):
@@ -123,7 +124,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: li
     merges = [
         [piece[:cut], piece[cut:]]
         for piece in sorted(normal, key=lambda piece: -normal[piece])
-        for cut in range(1, len(piece))
+        for cut in reversed(range(1, len(piece)))
         if piece[:cut] in normal and piece[cut:] in normal
     ]
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)

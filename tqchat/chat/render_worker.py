@@ -1,8 +1,8 @@
-"""Runs chat templates, in a process of its own: `python -m tqchat.chat.render_worker`.
+"""Runs chat templates, in a process of its own: `python -m tqchat.chat.render_worker SECONDS`.
 
 A template is a program from a stranger. Jinja's sandbox keeps it from Python's insides, but not
 from looping for ever or filling the memory, and neither can be stopped from within a thread. Here
-the kernel stops it: the process has a limit on memory, and on processor time per request.
+the kernel stops it: memory is limited, and so is the processor time of each request, to SECONDS.
 
 One JSON object a line comes on stdin and one goes out on stdout; the end of stdin ends it.
 Request: template, variables, alphabet, messages (role and content). Reply: `text`, in which the
@@ -28,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tqchat.chat.renderer import SECONDS, decode_line, encode_line
+from tqchat.chat.renderer import decode_line, encode_line
 from tqchat.chat.sealed import SealedStr, seal
 
 _MEMORY = 1 << 30
@@ -139,13 +139,13 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
-def _main() -> None:
+def _main(seconds: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # macOS knows the limit and does not hold it: there, memory is limited by the time to fill it.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         reply = encode_line(_answer(decode_line(line)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(reply)
@@ -153,4 +153,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]))

@@ -10,17 +10,20 @@ from typing import Any
 
 from tqchat.chat.errors import ChatError
 
-SECONDS = 5
-"""Processor time for one request."""
+_SECONDS = 5
 
 # The process needs no more of the environment than this; the rest may hold secrets.
 _ENVIRONMENT = ("DYLD_LIBRARY_PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
 
 
 class Renderer:
-    """One process, for all templates and threads. It starts at the first request, or if lost."""
+    """One process, for all templates and threads. It starts at the first request, or if lost.
 
-    def __init__(self) -> None:
+    `seconds` of processor time are what one request may take.
+    """
+
+    def __init__(self, seconds: int = _SECONDS) -> None:
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self._stop)
@@ -34,7 +37,7 @@ class Renderer:
                 self._stop()
                 raise ChatError(
                     "The model's chat template cannot be used: its process broke off, after "
-                    f"{SECONDS} seconds or for want of memory."
+                    f"{self._seconds} seconds or for want of memory."
                 ) from None
             except BaseException:
                 # Interrupted: a reply that nobody read would answer the next request.
@@ -53,7 +56,7 @@ class Renderer:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "tqchat.chat.render_worker"],
+            [sys.executable, "-P", "-m", "tqchat.chat.render_worker", str(self._seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -110,16 +110,16 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **switches,
         }
-        system, turns = _split_system(messages)
+        system = messages[0].content.strip() if _has_system(messages) else ""
         try:
             text = self._ask(messages, variables, alphabet)
         except _Refused:
-            if not system:
+            if not _has_system(messages):
                 raise
         else:
             if seal(system, alphabet) in text:
                 return text
-        return self._ask(_fold(system, turns), variables, alphabet)
+        return self._ask(_fold(system, messages[1:]), variables, alphabet)
 
     def prompt_ids(
         self,
@@ -184,13 +184,13 @@ def _named(templates: Any, name: str) -> Any:
     return templates if name == "default" else None
 
 
-def _split_system(messages: Sequence[Message]) -> tuple[str, Sequence[Message]]:
-    if messages and messages[0].role == "system":
-        return messages[0].content.strip(), messages[1:]
-    return "", messages
+def _has_system(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[0].role == "system"
 
 
-def _fold(system: str, turns: Sequence[Message]) -> list[Message]:
+def _fold(system: str, turns: Sequence[Message]) -> Sequence[Message]:
+    if not system:
+        return turns
     if turns and turns[0].role == "user":
         return [Message("user", f"{system}\n\n{turns[0].content}"), *turns[1:]]
     return [Message("user", system), *turns]

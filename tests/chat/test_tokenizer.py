@@ -1,0 +1,260 @@
+"""Token ids and text, against transformers and the tokenizers library."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Reference
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.chat.families import FAMILIES, control_tokens
+from tqchat.chat.errors import ChatError
+from tqchat.chat.tokenizer import Tokenizer
+
+HARD_TEXT: dict[str, str] = json.loads((Path(__file__).parent / "data/hard_text.json").read_text())
+HARD_TEXT["ten_thousand_spaces"] = " " * 10_000 + "x"
+HARD_TEXT["ten_thousand_letters"] = "a" * 10_000
+HARD_TEXT["all"] = "\n".join(HARD_TEXT.values())
+
+FolderOf = Callable[[str], Path]
+TokenizerOf = Callable[[str], Tokenizer]
+ReferenceOf = Callable[[str], PreTrainedTokenizerFast]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_gguf(smollm2_metadata)
+
+
+@pytest.fixture(scope="module")
+def smollm2_reference(smollm2_metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """The pipeline of the tokenizer.json of HuggingFaceTB/SmolLM2-135M-Instruct, by hand."""
+    tokens = smollm2_metadata["tokenizer.ggml.tokens"]
+    tokenizer = Reference(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(m.split()) for m in smollm2_metadata["tokenizer.ggml.merges"]],
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(tokens[:17])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("name", HARD_TEXT)
+def test_smollm2_gives_the_ids_that_transformers_gives(
+    smollm2: Tokenizer, smollm2_reference: PreTrainedTokenizerFast, name: str
+) -> None:
+    ids = smollm2.encode(HARD_TEXT[name])
+    assert ids == smollm2_reference.encode(HARD_TEXT[name], add_special_tokens=False)
+    assert smollm2.decode(ids) == HARD_TEXT[name]
+
+
+def test_smollm2_knows_its_control_tokens(smollm2: Tokenizer) -> None:
+    assert smollm2.stop_ids == {2}
+    assert smollm2.bos_id == 1
+    assert smollm2.vocab_size == 49152
+    assert smollm2.special_tokens["<|im_end|>"] == 2
+    assert len(smollm2.special_tokens) == 17
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_ids_that_transformers_gives(
+    tokenizer_of: TokenizerOf, reference_of: ReferenceOf, family: str
+) -> None:
+    tokenizer, reference = tokenizer_of(family), reference_of(family)
+    for name, text in HARD_TEXT.items():
+        ids = reference.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text) == ids, name
+        assert tokenizer.decode(ids) == reference.decode(ids), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_control_token_in_text_is_ordinary_characters(
+    tokenizer_of: TokenizerOf, family: str
+) -> None:
+    tokenizer = tokenizer_of(family)
+    assert set(tokenizer.special_tokens) == set(control_tokens(FAMILIES[family]))
+    for token in tokenizer.special_tokens:
+        for text in (token, f"a{token}b", f"{token} {token}\n{token[:2]}{token}"):
+            ids = tokenizer.encode(text)
+            assert not set(ids) & set(tokenizer.special_tokens.values())
+            assert tokenizer.decode(ids) == text
+
+
+def test_a_control_token_cannot_come_of_merging(tmp_path: Path, folder_of: FolderOf) -> None:
+    """A vocabulary where ordinary merges lead to `<s>`, and whole words are looked up first."""
+    spec = json.loads((folder_of("llama3") / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    vocab |= {"<s": len(vocab) + 50, "<s>": len(vocab) + 51}
+    spec["model"]["merges"] += [["<", "s"], ["<s", ">"]]
+    spec["model"]["ignore_merges"] = True
+    spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False,
+                             "trim_offsets": True}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert Tokenizer.from_folder(tmp_path).encode("<s>") == [vocab["<s>"]]
+
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "<s>", "id": vocab["<s>"]})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("<s>") == [vocab["<s"], vocab[">"]]
+    assert tokenizer.encode_prompt("<s>") == [vocab["<s>"]]
+
+
+def test_added_words_and_white_space_still_spell_text(folder_of: FolderOf) -> None:
+    path = folder_of("gemma")
+    known = Reference.from_file(str(path / "tokenizer.json")).token_to_id("\n\n")
+    assert known in Tokenizer.from_folder(path).encode("a\n\nb")
+
+
+def test_lone_surrogates_are_replaced(tokenizer_of: TokenizerOf) -> None:
+    """A command line that is not UTF-8 has them, and UTF-8 cannot."""
+    tokenizer = tokenizer_of("llama3")
+    assert tokenizer.decode(tokenizer.encode("a\udcffb\ud800")) == "a\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_a_stream_shows_what_the_whole_decodes_to(
+    tokenizer_of: TokenizerOf, reference_of: ReferenceOf, family: str, data: st.DataObject
+) -> None:
+    """Any ids at all, against transformers where it does not drop spaces."""
+    tokenizer = tokenizer_of(family)
+    special = {tokenizer.special_tokens[token] for token in FAMILIES[family].special}
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    stream = tokenizer.stream()
+    shown = "".join([*map(stream.add, ids), stream.finish()])
+    assert shown == tokenizer.decode(ids)
+    assert tokenizer.decode(ids) == tokenizer.decode([i for i in ids if i not in special])
+    if FAMILIES[family].byte_level:
+        assert shown == reference_of(family).decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\ufffd")))
+def test_a_stream_never_shows_part_of_a_character(
+    tokenizer_of: TokenizerOf, family: str, text: str
+) -> None:
+    tokenizer = tokenizer_of(family)
+    stream = tokenizer.stream()
+    shown = ""
+    for token in tokenizer.encode(text):
+        shown += stream.add(token)
+        assert "\ufffd" not in shown
+    assert stream.finish() == ""
+    assert shown == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_character_that_stays_incomplete_shows_at_the_end(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("llama3")
+    *start, _ = tokenizer.encode("𪚥")
+    stream = tokenizer.stream()
+    assert "".join(map(stream.add, start)) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_markup_that_is_not_special_is_shown(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("thinking")
+    ids = tokenizer.encode_prompt("<think>hm</think><|im_end|>")
+    assert len(ids) == len(tokenizer.encode("hm")) + 3
+    assert tokenizer.decode(ids) == "<think>hm</think>"
+
+
+def test_ids_that_do_not_exist_are_no_text(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("llama3")
+    assert tokenizer.decode([-1, tokenizer.vocab_size, 10**6]) == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_ends_an_answer(tmp_path: Path, folder_of: FolderOf, family: str) -> None:
+    kind = FAMILIES[family]
+    for file in folder_of(family).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    ids = Tokenizer.from_folder(tmp_path).special_tokens
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 9, 100000]}')
+    assert Tokenizer.from_folder(tmp_path).stop_ids == {
+        7, 8, 9, ids[kind.eos], ids[kind.end_of_turn],
+    }  # fmt: skip
+
+
+def test_the_fingerprint_tells_vocabularies_and_templates_apart(
+    tmp_path: Path, folder_of: FolderOf
+) -> None:
+    seen = {Tokenizer.from_folder(folder_of(family)).fingerprint for family in FAMILIES}
+    assert len(seen) == len(FAMILIES)
+    assert Tokenizer.from_folder(folder_of("phi")).fingerprint in seen
+    for file in folder_of("phi").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert Tokenizer.from_folder(tmp_path).fingerprint not in seen
+
+
+def test_tokenizer_config_adds_tokens(tmp_path: Path, folder_of: FolderOf) -> None:
+    for file in folder_of("chatml").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tool = {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False,
+            "single_word": False, "normalized": False}  # fmt: skip
+    config["added_tokens_decoder"] = {"707": tool}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.special_tokens["<|tool|>"] == 707
+    assert tokenizer.encode_prompt("<|tool|>") == [707]
+    assert tokenizer.encode_prompt("<|tool|>") == AutoTokenizer.from_pretrained(tmp_path).encode(
+        "<|tool|>"
+    )
+    assert 707 not in tokenizer.encode("<|tool|>")
+
+
+def test_a_folder_without_tokenizer_json_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    with pytest.raises(ChatError, match=r"no tokenizer\.json.*mlx-community.*\.gguf"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_damaged_files_are_chat_errors(tmp_path: Path, folder_of: FolderOf) -> None:
+    """Whatever is changed or cut off: an error of ours, or a tokenizer."""
+    good = (folder_of("llama3") / "tokenizer.json").read_text()
+    spec = json.loads(good)
+    bad = ["", "[]", "{", "[" * 100_000, '{"model": 3}', '{"model": {"vocab": {}}}']
+    for key in spec:
+        for value in (None, 3, "x", [], {}, [3], {"type": "Nothing"}):
+            bad.append(json.dumps(spec | {key: value}))
+    for key in spec["model"]:
+        for value in (None, 3, "x", [], {}, [3], {"a": "b"}):
+            bad.append(json.dumps(spec | {"model": spec["model"] | {key: value}}))
+    for key in spec["added_tokens"][0]:
+        for value in (None, 3, "x", "", [], {}):
+            bad.append(
+                json.dumps(spec | {"added_tokens": [spec["added_tokens"][0] | {key: value}]})
+            )
+    rng = random.Random(7)
+    bad += [good[: rng.randrange(len(good))] for _ in range(10)]
+    errors = []
+    for text in bad:
+        (tmp_path / "tokenizer.json").write_text(text)
+        try:
+            Tokenizer.from_folder(tmp_path).encode("text")
+        except ChatError as error:
+            errors.append(str(error))
+    assert len(errors) > len(bad) / 2
+    assert not any("\n" in error for error in errors)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_damaged_companions_are_named(tmp_path: Path, folder_of: FolderOf, name: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder_of("phi") / "tokenizer.json").read_bytes())
+    for damage in (b"{", b"[]", b"\xff\xfe", b"[" * 100_000):
+        (tmp_path / name).write_bytes(damage)
+        with pytest.raises(ChatError, match=name):
+            Tokenizer.from_folder(tmp_path)
