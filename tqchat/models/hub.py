@@ -40,7 +40,9 @@ _TEXT_FILES = re.compile(
 _UNREADABLE = re.compile(r"(?i)(?<![a-z0-9])(Q\d_K|Q5_\d|IQ\d|TQ\d|MXFP4)")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _PARALLEL_FILES = 4
+_CHUNK_BYTES = 1 << 20
 _REPORT_SECONDS = 0.1
+_CHILD_ENVIRONMENT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def cached(repo_id: str, file: str | None = None) -> Path | None:
@@ -93,11 +95,7 @@ def fetch(
                 if "done" in (message := _last_message(output)):
                     progress(Progress(message["done"], message["total"], label))
 
-            tick_environment = {
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                "HF_HUB_DISABLE_TELEMETRY": "1",
-            }
-            run(argv, output, tick, stop, tick_environment)
+            run(argv, output, tick, stop, _CHILD_ENVIRONMENT)
             message = _last_message(output)
     except OSError as error:
         raise disk_error(error, tempfile.gettempdir()) from None
@@ -176,8 +174,10 @@ class _Download:
         self._reported_at = 0.0
 
     def fetch(self, file: str | None) -> Path:
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import HfApi, constants, snapshot_download
 
+        # What is smaller is lost when a download ends early.
+        constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
         info = HfApi().model_info(self._repo_id, files_metadata=True)
         files = {sibling.rfilename: sibling for sibling in info.siblings or []}
         wanted = [file] if file else _choose(self._repo_id, list(files))
@@ -300,7 +300,13 @@ def _readable_gguf(repo_id: str, names: Sequence[str]) -> str:
 
 def _what_to_do(error: Exception, repo_id: str) -> str:
     from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     match error:
         case ModelError():
@@ -320,11 +326,15 @@ def _what_to_do(error: Exception, repo_id: str) -> str:
             return f"Hugging Face answered {status} for {repo_id}. Try again later."
         case OSError() if error.errno is not None:
             return str(disk_error(error, str(_cache())))
-    reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "Hugging Face cannot be reached"
-    return (
-        f"{reason}, and {repo_id} is not whole on this machine. Check the network, or choose a "
-        f"model that `tqchat models` lists. ({type(error).__name__}: {error})"
-    )
+    # The HTTP client's own errors; which client it is depends on huggingface_hub's version.
+    unreachable = type(error).__module__.partition(".")[0].startswith("httpx")
+    if unreachable or isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError):
+        reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "Hugging Face cannot be reached"
+        return (
+            f"{reason}, and {repo_id} is not whole on this machine. Check the network, or choose "
+            f"a model that `tqchat models` lists."
+        )
+    return f"Fetching {repo_id} failed ({type(error).__name__}: {error}). Try again later."
 
 
 if __name__ == "__main__":
