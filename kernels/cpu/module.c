@@ -323,8 +323,8 @@ static int read_tiles(PyObject *object, Tiles *tiles, npy_intp shape[3]) {
     memcpy(shape, PyArray_SHAPE(array), 3 * sizeof *shape);
     int64_t words = shape[2];
     if (!PyArray_ISALIGNED(array) || PyArray_ISBYTESWAPPED(array) ||
-        (shape[2] > 1 && PyArray_STRIDE(array, 2) != 4) ||
-        (shape[1] > 1 && PyArray_STRIDE(array, 1) != 4 * words))
+        (PyArray_SIZE(array) && shape[2] > 1 && PyArray_STRIDE(array, 2) != 4) ||
+        (PyArray_SIZE(array) && shape[1] > 1 && PyArray_STRIDE(array, 1) != 4 * words))
         return !!wrong("the tiles of a head must be contiguous");
     *tiles = (Tiles){PyArray_DATA(array), PyArray_STRIDE(array, 0) / 4};
     return 1;
