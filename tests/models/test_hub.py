@@ -1,8 +1,12 @@
 """Fetching from Hugging Face with the real huggingface_hub, from a server on this machine."""
 
+import fcntl
 import hashlib
 import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,3 +294,35 @@ def test_a_repository_of_something_else(cache: Path, fake: FakeHub) -> None:
     del fake.files["model.safetensors"]
     with pytest.raises(ModelError, match=r"no config.json with model\*.safetensors"):
         fetch()
+
+
+def test_one_process_at_a_time(cache: Path, fake: FakeHub) -> None:
+    sha256 = hashlib.sha256(fake.files["model.safetensors"]).hexdigest()
+    blobs = cache / "models--someone--small-model" / "blobs"
+    blobs.mkdir(parents=True)
+    with (blobs / f"{sha256}.incomplete").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ModelError, match="Another tqchat is fetching"):
+            fetch()
+    assert fetch() == hub.cached(REPO)
+
+
+def test_the_child_ends_when_nobody_listens(cache: Path, fake: FakeHub) -> None:
+    """Closing a terminal's window must not leave a download of 40 GB behind."""
+    fake.stall_after = 1 << 20
+    parent = (
+        "import os; from tqchat.models import hub\n"
+        f"hub.fetch({REPO!r}, None, lambda p: os._exit(0), lambda: False)"
+    )
+    subprocess.run([sys.executable, "-c", parent], check=True)
+    fake.stall_after = None
+    deadline = time.monotonic() + 30
+    part = next(cache.rglob("*.incomplete"))
+    while time.monotonic() < deadline:
+        with part.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.1)
+    pytest.fail("the child still holds the file")

@@ -154,6 +154,7 @@ def _last_message(output: Path) -> dict[str, Any]:
 
 
 def _main(repo_id: str, file: str | None = None) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         message = {"path": str(_Download(repo_id).fetch(file))}
     except Exception as error:
@@ -163,11 +164,16 @@ def _main(repo_id: str, file: str | None = None) -> None:
     os._exit(0)
 
 
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 class _Download:
     def __init__(self, repo_id: str) -> None:
         self._repo_id = repo_id
         self._blobs = _storage(repo_id) / "blobs"
-        self._parent = os.getppid()
         self._lock = threading.Lock()
         self._total = 0
         self._done: dict[str, int] = {}
@@ -197,9 +203,7 @@ class _Download:
         return folder / file if file else folder
 
     def report(self, name: str, done: int) -> None:
-        """Say how many bytes of a file there are; ends the process if nobody listens any more."""
-        if os.getppid() != self._parent:
-            os._exit(1)
+        """Say how many bytes of a file there are."""
         with self._lock:
             self._done[name] = done
             if time.monotonic() - self._reported_at > _REPORT_SECONDS:
