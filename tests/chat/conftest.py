@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.chat.families import FAMILIES, write_folder
 from tqchat.chat.tokenizer import Tokenizer
+from tqchat.models.gguf import read_header
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +29,6 @@ def reference_of(folder_of: Callable[[str], Path]) -> Callable[[str], PreTrained
 
 
 @pytest.fixture(scope="session")
-def smollm2_metadata() -> dict[str, Any]:
-    """What the built-in model's GGUF file says of itself."""
-    from tqchat.models import builtin
-    from tqchat.models.gguf import read_header
-
-    return read_header(builtin.fetch(lambda progress: None, lambda: False)).metadata
+def smollm2_metadata(smollm2_gguf: Path) -> dict[str, Any]:
+    """What the built-in model's file says of itself."""
+    return read_header(smollm2_gguf).metadata

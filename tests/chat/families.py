@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
 from tokenizers import (
     AddedToken,
     Regex,
@@ -20,6 +21,9 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+
+# A first example starts the process for templates, which hypothesis would take for slowness.
+EXAMPLES = settings(max_examples=40, deadline=None)
 
 DATA = Path(__file__).parent / "data"
 CORPUS = (DATA.parent.parent / "data" / "alice.txt").read_text()[:20_000] + "\n\n\n    1234, 'll\n"

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chat.families import EXAMPLES
 from tqchat.chat.sealed import SealedStr, alphabet_of, seal, unseal, well_formed
 
 ALPHABET = "<|>/_"
@@ -27,6 +28,7 @@ def opened(value: Any) -> Any:
     return value
 
 
+@EXAMPLES
 @given(ANY_TEXT)
 def test_sealing_is_undone_by_unsealing(text: str) -> None:
     shut = seal(text, ALPHABET)
@@ -49,6 +51,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(repr, call)))
+@EXAMPLES
 @given(text=TEXT)
 def test_a_method_gives_what_str_gives(call: tuple[Any, ...], text: str) -> None:
     name, *arguments = call
@@ -62,6 +65,7 @@ def test_a_method_gives_what_str_gives(call: tuple[Any, ...], text: str) -> None
     assert opened(given_back) == expected
 
 
+@EXAMPLES
 @given(TEXT, TEXT)
 def test_sealed_strings_work_on_each_other(a: str, b: str) -> None:
     assert opened(sealed(a) + sealed(b)) == a + b

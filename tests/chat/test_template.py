@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.chat.families import FAMILIES, template_of
+from tests.chat.families import EXAMPLES, FAMILIES, template_of
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
 from tqchat.chat.template import ChatTemplate
@@ -71,6 +71,7 @@ def test_a_prompt_is_what_transformers_makes(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@EXAMPLES
 @given(data=st.data())
 def test_ordinary_text_makes_the_ids_that_transformers_makes(
     folder_of: FolderOf,

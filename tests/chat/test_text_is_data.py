@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.families import FAMILIES, control_tokens
+from tests.chat.families import EXAMPLES, FAMILIES, control_tokens
 from tqchat.chat.conversation import Message
 from tqchat.chat.sealed import alphabet_of, seal
 from tqchat.chat.template import ChatTemplate
@@ -53,6 +53,7 @@ def test_the_characters_are_all_there(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@EXAMPLES
 @given(data=st.data())
 def test_no_text_makes_a_control_token(
     folder_of: FolderOf, tokenizer_of: TokenizerOf, family: str, data: st.DataObject

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.chat.families import FAMILIES, control_tokens
+from tests.chat.families import EXAMPLES, FAMILIES, control_tokens
 from tqchat.chat.errors import ChatError
 from tqchat.chat.tokenizer import Tokenizer
 
@@ -123,6 +123,7 @@ def test_lone_surrogates_are_replaced(tokenizer_of: TokenizerOf) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@EXAMPLES
 @given(data=st.data())
 def test_a_stream_shows_what_the_whole_decodes_to(
     tokenizer_of: TokenizerOf, reference_of: ReferenceOf, family: str, data: st.DataObject
@@ -140,6 +141,7 @@ def test_a_stream_shows_what_the_whole_decodes_to(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@EXAMPLES
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\ufffd")))
 def test_a_stream_never_shows_part_of_a_character(
     tokenizer_of: TokenizerOf, family: str, text: str
@@ -238,6 +240,12 @@ def test_damaged_files_are_chat_errors(tmp_path: Path, folder_of: FolderOf) -> N
             bad.append(
                 json.dumps(spec | {"added_tokens": [spec["added_tokens"][0] | {key: value}]})
             )
+    # What the library panics over.
+    bad.append(
+        json.dumps(spec | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}})
+    )
+    bad.append(json.dumps(spec | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}))
+    bad.append(json.dumps(spec | {"model": spec["model"] | {"continuing_subword_prefix": "#" * 9}}))
     rng = random.Random(7)
     bad += [good[: rng.randrange(len(good))] for _ in range(10)]
     errors = []

@@ -51,25 +51,25 @@ class Tokenizer:
         for a tokenizer that is damaged or of a kind not known here.
         """
         self._template = template
-        self.fingerprint = hashlib.sha256(
-            json.dumps([spec, template.source]).encode("utf-8", "surrogatepass")
-        ).hexdigest()
         with _damage_as_chat_error():
             self._build(spec)
         self.bos_id = None if bos is None else self._id(bos)
         self._eos = frozenset(token for name in eos if (token := self._id(name)) is not None)
 
     def _build(self, spec: Json) -> None:
-        added = {token["content"]: token for token in spec.setdefault("added_tokens", [])}
+        tokens = [token for token in spec.get("added_tokens", []) if token["content"]]
+        added = {token["content"]: token for token in tokens}
         control = [content for content, token in added.items() if _is_control(token)]
         secret = {content: f"\ue000{_SECRET}{i}\ue001" for i, content in enumerate(control)}
+        ids: dict[str, int] = {content: token["id"] for content, token in added.items()}
         self._spelling = Spelling.from_json(spec.get("decoder"))
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(_respelled(spec, secret)))
-        ids: dict[str, int] = {}
-        for content, token in added.items():
-            ids[content] = token["id"]
-            if self._tokenizer.token_to_id(secret.get(content, content)) != token["id"]:
-                raise ValueError(f"the id of {content} is taken")
+        respelled = json.dumps(_respelled(spec, list(added.values()), secret))
+        self._tokenizer = tokenizers.Tokenizer.from_str(respelled)
+        for content, token_id in ids.items():
+            if self._tokenizer.token_to_id(secret.get(content, content)) != token_id:
+                raise ValueError(f"{content} has another id in the vocabulary")
+        named = self._template.source + respelled.replace(_SECRET, "")
+        self.fingerprint = hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()
         self.special_tokens = MappingProxyType({content: ids[content] for content in control})
         self.alphabet = alphabet_of(control)
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
@@ -117,8 +117,13 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids for `text` as it is: nothing is added, and no control token comes of it."""
-        return list(self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids)
+        """Ids for `text` as it is: nothing is added, and no control token comes of it.
+
+        (But for the one that stands for unknown characters, in a vocabulary without bytes.) Raises
+        ChatError if the vocabulary turns out to be damaged.
+        """
+        with _damage_as_chat_error():
+            return list(self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids)
 
     def encode_prompt(self, sealed: str) -> list[int]:
         """Ids for a rendered template whose messages are sealed (ChatTemplate.render_sealed).
@@ -167,10 +172,13 @@ def _damage_as_chat_error() -> Iterator[None]:
         yield
     except ChatError:
         raise
-    except Exception as error:  # The tokenizers library raises no class of its own.
+    except BaseException as error:
+        # The library raises Exception itself, and panics are not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ChatError(
-            f"The model's tokenizer cannot be read ({type(error).__name__}: {error}): fetch the "
-            "model again."
+            f"The model's tokenizer cannot be used ({type(error).__name__}: {error}): fetch the "
+            "model again, or use another one."
         ) from None
 
 
@@ -181,28 +189,39 @@ def _is_control(token: Json) -> bool:
     return bool(token.get("special")) or not all(c.isalnum() or c.isspace() for c in content)
 
 
-def _respelled(spec: Json, secret: Mapping[str, str]) -> Json:
-    """`spec` with other strings for tokens, under the same ids. What else it adds is left out.
-
-    Without the merges that lead to them, the tokens cannot come of text by merging either.
-    """
+def _respelled(spec: Json, added: list[Json], secret: Mapping[str, str]) -> Json:
+    """`spec` with other strings for tokens, under the same ids, and nothing but ids as output."""
     model = spec["model"]
     vocab = model["vocab"]
-    for token in spec["added_tokens"]:
-        content = token["content"]
-        if content in secret:
-            token |= {"content": secret[content], "normalized": False, "single_word": False}
-        if isinstance(vocab, dict):
-            # A token that the vocabulary has keeps its id; the library would count on otherwise.
-            vocab[token["content"]] = vocab.pop(content, token["id"])
-    if isinstance(vocab, list):
+    if isinstance(vocab, dict):
+        if model.get("merges") and secret.keys() & vocab.keys():
+            # A merge's parts and its result have to be in the vocabulary.
+            model["merges"] = [
+                [left, right]
+                for left, right in map(_pair, model["merges"])
+                if not (left in secret or right in secret or left + right in secret)
+            ]
+        for token in added:
+            # The library counts on from the vocabulary's size unless it finds the token there.
+            content = token["content"]
+            vocab[secret.get(content, content)] = vocab.pop(content, token["id"])
+    else:
         model["vocab"] = [[secret.get(piece, piece), score] for piece, score in vocab]
-    if "merges" in model:
-        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & secret.keys()]
     if model.get("unk_token") in secret:
         model["unk_token"] = secret[model["unk_token"]]
-    return spec | {"post_processor": None, "truncation": None, "padding": None}
+    respelled = [
+        token | {"content": secret[token["content"]], "normalized": False, "single_word": False}
+        if token["content"] in secret
+        else token
+        for token in added
+    ]
+    return spec | {
+        "added_tokens": respelled, "post_processor": None, "truncation": None, "padding": None,
+    }  # fmt: skip
+
+
+def _pair(merge: str | list[str]) -> list[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
 
 
 def _add_tokens(spec: Json, config: Json) -> None:
