@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model
@@ -39,8 +40,7 @@ def test_config_of_smollm2(smollm2: Checkpoint) -> None:
     assert smollm2.weights_bytes == sum(w.nbytes for w in smollm2.weights.values())
 
 
-def test_mlx_lm_finds_paris_in_the_converted_weights(tmp_path: Path, smollm2: Checkpoint) -> None:
-    """Wrong names, a wrong config or Q and K rows in llama.cpp's order would lose it."""
+def test_mlx_lm_reads_sense_from_the_converted_weights(tmp_path: Path, smollm2: Checkpoint) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), smollm2.weights, {"format": "mlx"})
     (tmp_path / "config.json").write_text(json.dumps(smollm2.config))
     peer, _ = load_model(tmp_path)
@@ -52,9 +52,18 @@ def test_mlx_lm_finds_paris_in_the_converted_weights(tmp_path: Path, smollm2: Ch
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+
     ids = tokenizer.encode("The capital of France is").ids
-    logits = peer(mx.array([ids]))[0, -1]
-    assert tokenizer.decode([int(logits.argmax())]) == " Paris"
+    assert tokenizer.decode([int(peer(mx.array([ids]))[0, -1].argmax())]) == " Paris"
+
+    # Which needs to know who stands where: 0.7 nats a token, and 6.3 with Q and K in llama.cpp's
+    # order of rows, in which the model still finds Paris.
+    words = " green table seven river quiet stone paper window cloud engine"
+    ids = tokenizer.encode(3 * words).ids
+    assert len(ids) == 30
+    logits = peer(mx.array([ids]))[0, :-1]
+    losses = nn.losses.cross_entropy(logits, mx.array(ids[1:]))
+    assert losses[-10:].mean().item() < 1.5
 
     folder = read_checkpoint(tmp_path)
     assert folder.config == smollm2.config
