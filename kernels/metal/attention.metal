@@ -13,9 +13,6 @@
 // A running maximum may lag behind by this much (in log2) before the sums are rescaled: 2^8 is far
 // from the end of float's range.
 constant constexpr float SLACK = 8.0f;
-// Below any score, but finite: the difference of two of them is not NaN.
-constant constexpr float LOWEST = -1e30f;
-
 inline void set(thread simdgroup_float8x8& m, float2 elements) {
   reinterpret_cast<thread float2&>(m.thread_elements()) = elements;
 }
@@ -92,7 +89,7 @@ struct Rows {
 struct Range {
   int first, last;
   float keep(float score, int key) const thread {
-    return key >= first && key <= last ? score : -INFINITY;
+    return key >= first && key <= last ? score : UNSEEN;
   }
 };
 
@@ -254,7 +251,7 @@ void attend_dense(
       for (int e = 0; e < 2; e++) {
         const int token = first + 8 * n + 2 * int(pair) + e;
         const int key = token < k.n_sink ? token : token + sealed;
-        s[e] = token < k.count ? ranges[a].keep(capped(s[e], softcap), key) : -INFINITY;
+        s[e] = ranges[a].keep(capped(s[e], softcap), key);  // none past the last is seen
       }
       set(scores[a][n], s);
     }
@@ -296,14 +293,6 @@ struct Place {
   uint split;   // of the sequence
   uint simdgroup, lane;
 };
-
-// A logit per head that joins the softmax without a value (learned attention sinks).
-// MLX passes an array of less than 8 elements in constant memory, any other in device memory.
-template <bool HAS_LOGITS, typename Logits>
-float with_logit(float sum, float maximum, Logits logits, int head) {
-  if (!HAS_LOGITS) return sum;
-  return sum + metal::fast::exp2(float(logits[head]) * M_LOG2E_F - maximum);
-}
 
 // One split's share of the result, for pass 2.
 template <int D>
@@ -417,9 +406,9 @@ void attend(
   float maximum[ROWS], sum[ROWS], factor[ROWS];
   UNROLL
   for (int a = 0; a < ROWS; a++) {
-    const float sum = row_sum(rows.sum[a]);
+    const float all = row_sum(rows.sum[a]);
     if (pair == 0)
-      statistics[(at.simdgroup * ROWS + a) * 8 + row] = float2(rows.maximum[a], sum);
+      statistics[(at.simdgroup * ROWS + a) * 8 + row] = float2(rows.maximum[a], all);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL
@@ -459,34 +448,4 @@ void attend(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-}
-
-// Pass 2: a simdgroup joins the splits of 32 channels of one row; lane s weighs split s.
-template <int D, bool HAS_LOGITS, typename T, typename Logits>
-void merge(
-    const device float* partial,
-    const device float2* statistics,
-    Logits logits,
-    device T* output,
-    int n_splits,
-    int n_rows,
-    int n_tokens,
-    uint head_row,
-    uint chunk,
-    uint lane) {
-  const int head = head_row / n_rows, row = head_row % n_rows;
-  float maximum = LOWEST, sum = 0;
-  if (int(lane) < n_splits) {
-    const float2 own = statistics[(head * n_splits + int(lane)) * n_rows + row];
-    maximum = own.x;
-    sum = own.y;
-  }
-  const float highest = simd_max(maximum);
-  const float weight = metal::fast::exp2(maximum - highest);
-  sum = with_logit<HAS_LOGITS>(simd_sum(sum * weight), highest, logits, head_row / n_tokens);
-  const uint channel = 32 * chunk + lane;
-  float x = 0;
-  for (int s = 0; s < n_splits; s++)
-    x += simd_shuffle(weight, s) * partial[((head * n_splits + s) * n_rows + row) * D + channel];
-  output[head_row * D + channel] = T(x / sum);
 }

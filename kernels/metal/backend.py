@@ -5,10 +5,11 @@ their results. See attention.metal for how, tile.metal for the order of codes in
 """
 
 import functools
+import hashlib
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ SEAL = """
   const uint block = thread_position_in_grid.z * (k_shape[1] / BLOCK) + thread_position_in_grid.y;
   seal<D>(k + block * BLOCK * D, v + block * BLOCK * D, tiles + block * 10 * D, channel);
 """
-HELD = """
+GATHER = """
   const View view = make_view(settings);
   const uint channel = thread_position_in_grid.x, head = thread_position_in_grid.z;
   const int position = thread_position_in_grid.y, token = position - view.n_sink;
@@ -93,11 +94,41 @@ HELD = """
 """
 
 
-def _text(*names: str) -> str:
-    """Kernel sources without comments and indentation: MLX hashes the text at every call."""
-    text = "\n".join((Path(__file__).parent / name).read_text() for name in names)
-    text = re.sub(r"//[^\n]*", "", text)
+@functools.cache
+def _header(*names: str) -> str:
+    """What goes before a kernel: MLX puts together and hashes the text anew at every call.
+
+    So it is one line per file if Metal's compiler opens files here, which the first call tries
+    out, else the files without comments and indentation.
+    """
+    paths = [Path(__file__).parent / name for name in names]
+    if mx.metal.is_available() and _opens_files():
+        return _include(paths)
+    text = re.sub(r"//[^\n]*", "", "\n".join(path.read_text() for path in paths))
     return "\n".join(line.strip() for line in text.split("\n") if line.strip()) + "\n"
+
+
+def _include(paths: Sequence[Path]) -> str:
+    # The digest makes the text differ when a file does: compiled kernels are kept by their text.
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    return "".join(f'#include "{path}"\n' for path in paths) + f"// {digest}\n"
+
+
+@functools.cache
+def _opens_files() -> bool:
+    header = _include([Path(__file__).parent / "tile.metal"])
+    kernel = mx.fast.metal_kernel("tqchat_include", [], ["out"], "out[0] = BLOCK;", header)
+    try:
+        out = kernel(
+            inputs=[],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+        return bool(out[0].item() == BLOCK)
+    except RuntimeError:
+        return False
 
 
 def rows_per_simdgroup(n_rows: int, channels: int) -> int:
@@ -142,7 +173,7 @@ class Metal(Backend):
     cores: of the GPU; None: by the architecture's name.
     """
 
-    name = "Metal"
+    name = "Metal kernels"
 
     def __init__(
         self,
@@ -158,7 +189,7 @@ class Metal(Backend):
             cores = CORES.get(architecture[-1:], CORES["g"])
         self._cores = cores
         cache = ["sink_k", "sink_v", "tiles", "tail_k", "tail_v", "settings"]
-        attention, cached = _text("tile.metal", "attention.metal"), _text("tile.metal", "cache.metal")
+        attention = _header("tile.metal", "merge.metal", "attention.metal")
         self._attend_split = make_kernel(
             "tqchat_attend_split", ["q", *cache], ["partial", "statistics"], ATTEND_SPLIT, attention
         )
@@ -166,10 +197,15 @@ class Metal(Backend):
             "tqchat_attend_whole", ["q", *cache, "logits"], ["out"], ATTEND_WHOLE, attention
         )
         self._merge = make_kernel(
-            "tqchat_merge", ["partial", "statistics", "logits"], ["out"], MERGE, attention
+            "tqchat_merge",
+            ["partial", "statistics", "logits"],
+            ["out"],
+            MERGE,
+            _header("merge.metal"),
         )
-        self._seal_kernel = make_kernel("tqchat_seal", ["k", "v"], ["tiles"], SEAL, cached)
-        self._held_kernel = make_kernel("tqchat_held", cache, ["k", "v"], HELD, cached)
+        cached = _header("tile.metal", "cache.metal")
+        self._seal = make_kernel("tqchat_seal", ["k", "v"], ["tiles"], SEAL, cached)
+        self._gather = make_kernel("tqchat_gather", cache, ["k", "v"], GATHER, cached)
         self._no_logits = mx.zeros(8)
         self._no_tiles = mx.zeros((1, 1, 8), mx.uint32)
 
@@ -209,7 +245,9 @@ class Metal(Backend):
 
     def seal(self, k: Array, v: Array) -> Array:
         heads, tokens, dim = k.shape
-        return self._seal_kernel(
+        if tokens == 0:
+            return mx.zeros((heads, 0, tile_words(dim)), mx.uint32)
+        return self._seal(
             inputs=[k, v],
             template=[("D", dim)],
             grid=(dim, tokens // BLOCK, heads),
@@ -229,7 +267,7 @@ class Metal(Backend):
         shape = (heads, view.length, dim)
         if not view.length:
             return mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)
-        k, v = self._held_kernel(
+        k, v = self._gather(
             inputs=[*self._buffers(view), settings],
             template=[("D", dim), ("T", self.dtype)],
             grid=(dim, view.length, heads),
@@ -298,7 +336,9 @@ def _dispatches(
     }
     out = {"output_shapes": [(n_heads, tokens, dim)], "output_dtypes": [dtype]}
     if n_splits == 1:
-        return _Plan(1, {"template": [*template, ("HAS_LOGITS", has_logits)], **attend, **out}, None)
+        return _Plan(
+            1, {"template": [*template, ("HAS_LOGITS", has_logits)], **attend, **out}, None
+        )
     attend |= {
         "template": template,
         "output_shapes": [(n_kv_heads, n_splits, n_rows, n) for n in (dim, 2)],
@@ -333,6 +373,8 @@ def _permuted(x: mx.array, part: str, to_canonical: bool) -> mx.array:
 
 
 def _reordered(tiles: mx.array, to_canonical: bool) -> mx.array:
+    if tiles.size == 0:
+        return tiles
     dim = tiles.shape[-1] // 10
     own, canonical = [4 * dim, 8 * dim, 9 * dim], [4 * dim, 5 * dim, 9 * dim]
     if to_canonical:

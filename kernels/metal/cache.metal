@@ -1,7 +1,11 @@
 // Sealing: 32 tokens of K and V become one tile. And back, for prefill.
 
-// As codec.py: NaN counts as 0, the rest is saturated to fp16's range.
-inline float finite(float x) { return isnan(x) ? 0.0f : clamp(x, -65504.0f, 65504.0f); }
+// As codec.py: NaN counts as 0, the rest is saturated to fp16's range. By the bits: a compiler that
+// assumes there are no NaN would drop isnan().
+inline float finite(float x) {
+  const bool is_nan = (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u;
+  return is_nan ? 0.0f : clamp(x, -65504.0f, 65504.0f);
+}
 
 // Quantises 32 numbers: their nibbles replace them; returns the parameter word.
 inline uint quantize(thread float (&x)[BLOCK]) {
@@ -57,10 +61,11 @@ void seal(const device T* k, const device T* v, device uint* tile, uint thread_i
   }
 }
 
-// The product is exact in float, so the result is codec.py's to the bit.
+// The product is exact in float, so the result is codec.py's to the bit; but rounded parameters may
+// lead past what fp16 can hold.
 inline float dequantize(uint nibble, uint parameters) {
   const half2 pair = as_type<half2>(parameters);
-  return float(pair.y) + float(pair.x) * (float(nibble & 15u) - 8.0f);
+  return finite(float(pair.y) + float(pair.x) * (float(nibble & 15u) - 8.0f));
 }
 
 // Element (token, channel) of K or V in a tile.

@@ -18,7 +18,8 @@ import numpy as np
 
 from .kernel import Array, Dims, Kernel, KernelError, Report
 
-UTILS = '#include "mlx/backend/metal/kernels/utils.h"\n'
+# MLX names its types so in what it generates, and defines them in what it puts before that.
+TYPES = "typedef half float16_t; typedef bfloat bfloat16_t;\n"
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class EmulatedKernel:
         source = self.edit(self.generated.source)
         if source not in self._kernels:
             self._kernels[source] = Kernel(
-                UTILS + source, self.generated.name, self.generated.template_arguments,
+                TYPES + source, self.generated.name, self.generated.template_arguments,
                 checked=self.checked,
             )  # fmt: skip
         first: list[Array] = []

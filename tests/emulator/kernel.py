@@ -183,7 +183,7 @@ class Kernel:
             if self.checked:
                 marked, blocks = arithmetic.instrument(code.read_text())
                 code.write_text(marked)
-            final = ["-O1" if self.checked else "-O2", "-Xclang", "-disable-llvm-passes", "-fPIC"]
+            final = ["-O0" if self.checked else "-O2", "-Xclang", "-disable-llvm-passes", "-fPIC"]
             final += ["-mf16c", "-mfma", "-shared", "-Wl,-Bsymbolic-functions"]
             _compile([*final, "-Wno-override-module", code, "-o", made])
             self._path.with_suffix(".blocks").write_bytes(pickle.dumps(blocks))

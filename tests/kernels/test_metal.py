@@ -1,0 +1,525 @@
+"""The Metal kernels against float64 arithmetic on what the tiles stand for.
+
+On a Mac they run on the GPU, elsewhere in the emulator, whose checks find races, accesses out of
+bounds and divergence as well: see tests/emulator/README.md.
+"""
+
+import functools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.emulator import EmulatedKernel, KernelError, lint
+from tqchat.kernels import BLOCK, GROUP, SINK, KVView, codec
+from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
+from tqchat.kernels.metal import backend as metal
+from tqchat.kernels.metal.backend import Metal
+
+Array = NDArray[Any]
+
+ON_GPU = mx.metal.is_available()
+emulated = pytest.mark.skipif(ON_GPU, reason="the emulator is for machines without Metal")
+
+TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+"""Relative to the largest element: half a unit in the last place is 5e-4 and 4e-3."""
+
+
+class Kernels:
+    """Makes the backend's kernels and remembers them."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.made: dict[str, EmulatedKernel] = {}
+
+    def __call__(
+        self, name: str, inputs: list[str], outputs: list[str], source: str, header: str
+    ) -> Any:
+        if ON_GPU:
+            return mx.fast.metal_kernel(name, inputs, outputs, source, header)
+        self.made[name] = EmulatedKernel(name, inputs, outputs, source, header, **self.options)
+        return self.made[name]
+
+
+@functools.cache
+def backend(dtype: mx.Dtype = mx.float16, checked: bool = True) -> Metal:
+    return Metal(dtype, make_kernel=Kernels(checked=checked), cores=8)
+
+
+def exact(tiles: Array) -> tuple[Array, Array]:
+    """K and V (heads, tokens, head_dim) in float64 of canonical tiles, as layout.py has them."""
+    heads, n, words = tiles.shape
+    dim = words // 10
+    k_codes, k_params, v_codes, v_params = np.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+
+    def codes(x: Array) -> Array:
+        nibbles = x.reshape(heads, n, BLOCK, dim // 8, 1) >> (4 * np.arange(8, dtype=np.uint32))
+        return (nibbles & 15).reshape(heads, n, BLOCK, dim).astype(np.float64) - 8
+
+    def parameters(x: Array, *shape: int) -> Array:
+        halves = np.ascontiguousarray(x).view(np.float16).astype(np.float64)
+        return halves.reshape(heads, n, *shape, 2)
+
+    k_pair = parameters(k_params, 1, dim)
+    v_pair = np.repeat(parameters(v_params, BLOCK, dim // GROUP), GROUP, axis=3)
+    k = k_pair[..., 1] + k_pair[..., 0] * codes(k_codes)
+    v = v_pair[..., 1] + v_pair[..., 0] * codes(v_codes)
+    return k.reshape(heads, -1, dim), v.reshape(heads, -1, dim)
+
+
+def float64(x: mx.array) -> Array:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+@dataclass
+class Problem:
+    """A decode step on a random cache. What is not filled holds NaN: it must not be looked at."""
+
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    n_blocks: int = 3
+    n_tail: int = 37
+    n_sink: int = SINK
+    tokens: int = 1
+    dtype: mx.Dtype = mx.float16
+    options: dict[str, Any] = field(default_factory=dict)
+    spare: int = 2
+    """Blocks of capacity that are not filled."""
+
+    def __post_init__(self) -> None:
+        mx.random.seed(self.n_blocks + self.n_tail)
+        heads, dim = self.n_kv_heads, self.dim
+
+        def random(*shape: int) -> mx.array:
+            return mx.random.normal(shape).astype(self.dtype)
+
+        def partly(n: int, capacity: int) -> mx.array:
+            nan = mx.full((heads, capacity - n, dim), float("nan"), self.dtype)
+            return mx.concatenate([random(heads, n, dim), nan], axis=1)
+
+        # Channels of unlike size, as K has them.
+        size = mx.exp(mx.random.normal((dim,)))
+        blocks = self.n_blocks * BLOCK
+        self.canonical = mx.full((heads, self.spare, tile_words(dim)), 2**32 - 1, mx.uint32)
+        if blocks:
+            tiles = codec.seal(random(heads, blocks, dim) * size, random(heads, blocks, dim))
+            self.canonical = mx.concatenate([tiles, self.canonical], axis=1)
+        self.q = random(self.n_heads, self.tokens, dim)
+        self.sink_k, self.sink_v = partly(self.n_sink, SINK), partly(self.n_sink, SINK)
+        self.tail_k = partly(self.n_tail, TAIL_CAPACITY)
+        self.tail_v = partly(self.n_tail, TAIL_CAPACITY)
+        self.scale = self.options.get("scale", dim**-0.5)
+        self.softcap = self.options.get("softcap")
+        self.window = self.options.get("window")
+        self.logits = 2 * random(self.n_heads) if self.options.get("logits") else None
+
+    def view(self, tiles: mx.array) -> KVView:
+        return KVView(
+            self.sink_k, self.sink_v, tiles, self.tail_k, self.tail_v,
+            self.n_sink, self.n_blocks, self.n_tail,
+        )  # fmt: skip
+
+    def held(self) -> tuple[Array, Array]:
+        sealed = exact(np.array(self.canonical[:, : self.n_blocks]))
+        parts = []
+        for sink, middle, tail in zip(
+            (self.sink_k, self.sink_v), sealed, (self.tail_k, self.tail_v), strict=True
+        ):
+            ends = float64(sink[:, : self.n_sink]), float64(tail[:, : self.n_tail])
+            parts.append(np.concatenate([ends[0], middle, ends[1]], axis=1))
+        return parts[0], parts[1]
+
+    def expected(self) -> Array:
+        k, v = self.held()
+        length, group = k.shape[1], self.n_heads // self.n_kv_heads
+        k, v = np.repeat(k, group, axis=0), np.repeat(v, group, axis=0)
+        scores = float64(self.q) @ k.swapaxes(1, 2) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        position = np.arange(length - self.tokens, length)[:, None]
+        seen = np.arange(length) <= position
+        if self.window is not None:
+            seen &= np.arange(length) > position - self.window
+        scores = np.where(seen, scores, -np.inf)
+        highest = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True)
+        if self.logits is not None:
+            total += np.exp(float64(self.logits)[:, None, None] - highest)
+        return weights / total @ v
+
+    def error(self, kernels: Metal) -> float:
+        """The largest error, relative to the largest element; NaN if there is one in the result."""
+        out = kernels.attend(
+            self.q, self.view(kernels.from_canonical(self.canonical)), self.scale,
+            softcap=self.softcap, sinks=self.logits, window=self.window,
+        )  # fmt: skip
+        assert out.dtype == self.dtype
+        assert out.shape == self.q.shape
+        expected = self.expected()
+        difference = np.abs(float64(out) - expected)
+        return float(difference.max() / np.abs(expected).max())
+
+    def check(self) -> None:
+        assert self.error(backend(self.dtype)) < TOLERANCE[self.dtype]
+
+
+@pytest.mark.parametrize(
+    ("dim", "n_heads", "n_kv_heads", "tokens"),
+    [
+        (64, 3, 1, 1),
+        (64, 9, 3, 8),
+        (96, 4, 4, 1),
+        (128, 16, 2, 1),
+        (128, 16, 1, 1),
+        (128, 8, 1, 4),
+        (160, 2, 1, 2),
+        (256, 8, 2, 1),
+        (512, 8, 1, 1),
+    ],
+)
+def test_shapes(dim: int, n_heads: int, n_kv_heads: int, tokens: int) -> None:
+    Problem(dim, n_heads, n_kv_heads, n_blocks=9, tokens=tokens).check()
+
+
+def test_short_context_is_one_pass() -> None:
+    Problem(128, 8, 1, n_blocks=2).check()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1.0, "softcap": 3.0},
+        {"window": 100},
+        {"window": 20},
+        {"logits": True},
+        {"logits": True, "window": 70, "softcap": 8.0},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], tokens: int) -> None:
+    Problem(64, 4, 2, n_blocks=9, tokens=tokens, options=options).check()
+
+
+@pytest.mark.parametrize("n_blocks", [1, 9])
+def test_bfloat16(n_blocks: int) -> None:
+    Problem(64, 4, 2, n_blocks=n_blocks, dtype=mx.bfloat16).check()
+
+
+@pytest.mark.parametrize("n_blocks", [1, 9])
+def test_logits_of_few_heads(n_blocks: int) -> None:
+    """MLX passes arrays of less than 8 elements in another address space."""
+    for n_heads in (7, 8):
+        Problem(64, n_heads, 1, n_blocks=n_blocks, options={"logits": True}).check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n_sink=st.integers(0, SINK),
+    n_blocks=st.sampled_from([0, 1, 2, 7, 8, 31, 128]) | st.integers(0, 40),
+    n_tail=st.sampled_from([0, 1, 31, 32, 33, 64, 127]) | st.integers(0, 127),
+    group=st.integers(1, 16),
+    n_kv_heads=st.integers(1, 3),
+    tokens=st.integers(1, MAX_DECODE_TOKENS),
+    window=st.none() | st.integers(1, 300),
+)
+def test_any_length(
+    n_sink: int,
+    n_blocks: int,
+    n_tail: int,
+    group: int,
+    n_kv_heads: int,
+    tokens: int,
+    window: int | None,
+) -> None:
+    n_sink = SINK if n_blocks or n_tail else max(1, n_sink)
+    tokens = min(tokens, n_sink + BLOCK * n_blocks + n_tail)
+    Problem(
+        64, group * n_kv_heads, n_kv_heads, n_blocks, n_tail, n_sink, tokens,
+        options={"window": window}, spare=n_blocks % 3,
+    ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 1000, 4097])
+def test_awkward_lengths(length: int) -> None:
+    """Sink, sealed blocks and tail as the cache divides so many tokens, and the new one."""
+    n_sink = min(SINK, length)
+    n_blocks = max(0, (length - n_sink - 64) // BLOCK)
+    n_tail = length - n_sink - BLOCK * n_blocks
+    Problem(64, 3, 1, n_blocks, n_tail + 1 if length >= SINK else 0,
+            n_sink if length >= SINK else n_sink + 1).check()  # fmt: skip
+
+
+def test_large_scores() -> None:
+    """Scores of some hundreds overflow a softmax without a running maximum."""
+    Problem(64, 4, 2, n_blocks=9, options={"scale": 8.0}).check()
+
+
+@emulated
+def test_any_order_of_lanes_gives_the_same_bytes() -> None:
+    kernels = Metal(make_kernel=Kernels(checked=False, orders=(0, 1, 2, 3)), cores=8)
+    assert Problem(64, 12, 2, n_blocks=9, tokens=2).error(kernels) < TOLERANCE[mx.float16]
+
+
+@emulated
+@pytest.mark.parametrize("tree", [1, 2])
+def test_any_order_of_reductions(tree: int) -> None:
+    kernels = Metal(make_kernel=Kernels(checked=False, reduction_tree=tree), cores=8)
+    assert Problem(64, 12, 2, n_blocks=9, tokens=2).error(kernels) < TOLERANCE[mx.float16]
+
+
+# Llama 3.1 70B's attention, 4,096 tokens, on a chip of the size of a Max.
+LLAMA_70B = {"dim": 128, "n_heads": 64, "n_kv_heads": 8, "n_blocks": 125, "n_tail": 92}
+
+
+def test_realistic_size() -> None:
+    kernels = Metal(make_kernel=Kernels(checked=False), cores=32)
+    assert Problem(**LLAMA_70B).error(kernels) < TOLERANCE[mx.float16]
+
+
+@emulated
+def test_every_byte_is_loaded_once() -> None:
+    make = Kernels(checked=True)
+    problem = Problem(**LLAMA_70B, spare=0)
+    problem.error(Metal(make_kernel=make, cores=32))
+    traffic = make.made["tqchat_attend_split"].report.traffic
+    tiles = traffic["tiles"]
+    assert tiles.distinct_read == problem.canonical.nbytes
+    assert tiles.shared_read == 0
+    assert tiles.read == problem.canonical.nbytes
+    for name in ("sink_k", "sink_v", "tail_k", "tail_v"):
+        assert traffic[name].shared_read == 0
+        assert traffic[name].read == traffic[name].distinct_read
+    # Both passes' traffic of partial results is what the shapes say: see the next test.
+    merged = make.made["tqchat_merge"].report.traffic
+    assert merged["partial"].read == traffic["partial"].written
+    assert merged["statistics"].distinct_read == traffic["statistics"].written
+
+
+@pytest.mark.parametrize("cores", sorted(metal.CORES.values()))
+def test_partial_results_are_small(cores: int) -> None:
+    """Extrapolated from the split rule to 128K tokens; the test above counts that it holds."""
+    blocks = 128 * 1024 // BLOCK
+    plan = metal._plan(64, 8, 1, 128, blocks, cores, False, mx.float16)
+    written = sum(4 * int(np.prod(shape)) for shape in plan.attend["output_shapes"])
+    assert 2 * written < 0.03 * 8 * blocks * 4 * tile_words(128)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("n_heads", "tokens", "groups"), [(2, 1, 1), (8, 1, 1), (16, 1, 1), (17, 1, 2), (8, 8, 4)]
+)
+def test_row_groups(n_heads: int, tokens: int, groups: int) -> None:
+    """One simdgroup's registers hold 16 query rows of 128 channels; more rows load tiles again."""
+    make = Kernels(checked=True)
+    problem = Problem(128, n_heads, 1, n_blocks=9, tokens=tokens, spare=0)
+    problem.error(Metal(make_kernel=make, cores=8))
+    tiles = make.made["tqchat_attend_split"].report.traffic["tiles"]
+    assert tiles.read == groups * problem.canonical.nbytes
+
+
+@emulated
+def test_growing_compiles_nothing_and_copies_nothing() -> None:
+    make = Kernels(checked=True)
+    kernels = Metal(make_kernel=make, cores=8)
+    sources = set()
+    for n_blocks, n_tail in ((9, 64), (9, 65), (40, 127), (200, 70)):
+        Problem(64, 3, 1, n_blocks, n_tail).error(kernels)
+        sources.add(
+            (make.made["tqchat_attend_split"].generated, make.made["tqchat_merge"].generated)
+        )
+    assert len(sources) == 1
+
+
+def test_settings_are_shared_by_layers() -> None:
+    a = metal._settings(4, 9, 64, 2, 0, 0.5, 0.0)
+    assert metal._settings(4, 9, 64, 2, 0, 0.5, 0.0) is a
+    assert np.array(a)[:5].tolist() == [4, 9, 64, 2, 0]
+    assert np.array(a)[5:].view(np.float32).tolist() == [0.5, 0.0]
+
+
+def test_split_rule() -> None:
+    assert metal.split_count(units=3, threadgroups=8, cores=32) == 1
+    assert metal.split_count(units=34, threadgroups=8, cores=32) == 8
+    assert metal.split_count(units=4100, threadgroups=8, cores=32) == 12
+    assert metal.split_count(units=4100, threadgroups=1, cores=64) == metal.MAX_SPLITS
+
+
+@emulated
+def test_kernels_may_lie_in_files() -> None:
+    """The header that names the files gives the same bytes as the one that holds their text."""
+    folder = metal.Path(metal.__file__).parent
+    by_path = metal._include([folder / "tile.metal", folder / "cache.metal"])
+    assert metal._header("tile.metal", "cache.metal") != by_path
+    k, v = mx.random.normal((2, 1, 64, 64))[:, :, :, :], None
+    kernel = EmulatedKernel("test", ["k", "v"], ["tiles"], metal.SEAL, by_path)
+    x = k.astype(mx.float16)
+    tiles = kernel(
+        inputs=[x[0], x[1]], template=[("D", 64)], grid=(64, 2, 1), threadgroup=(64, 1, 1),
+        output_shapes=[(1, 2, tile_words(64))], output_dtypes=[mx.uint32],
+    )[0]  # fmt: skip
+    assert mx.array_equal(tiles, backend().seal(x[0], x[1]))
+
+
+# Sealing
+
+
+def sealed_as_oracle(k: mx.array, v: mx.array) -> mx.array:
+    """Seals with the kernel and holds the result against the oracle, bit by bit."""
+    kernels = backend(k.dtype)
+    expected, tiles = codec.seal(k, v), kernels.seal(k, v)
+    assert mx.array_equal(kernels.to_canonical(tiles), expected)
+    assert mx.array_equal(kernels.from_canonical(expected), tiles)
+    return tiles
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
+def test_seal(dim: int) -> None:
+    k, v = mx.random.normal((2, 2, 2 * BLOCK, dim)).astype(mx.float16)
+    sealed_as_oracle(k, v)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.floats(1e-8, 6e4), bfloat=st.booleans())
+def test_seal_any_size(seed: int, size: float, bfloat: bool) -> None:
+    x = np.random.default_rng(seed).standard_normal((2, 1, BLOCK, 64)) * size
+    k, v = mx.array(x).astype(mx.bfloat16 if bfloat else mx.float16)
+    sealed_as_oracle(k, v)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 6e4, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_seal_extremes(value: float, everywhere: bool) -> None:
+    """A constant block; one outlier, infinity or NaN among ordinary values."""
+    mx.random.seed(0)
+    x = mx.random.normal((2, 1, BLOCK, 64)).astype(mx.float16)
+    if everywhere:
+        x = mx.full(x.shape, value, mx.float16)
+    else:
+        x[:, 0, 7, 9] = value
+    tiles = sealed_as_oracle(x[0], x[1])
+    k, v = (float64(y) for y in backend().unseal(tiles))
+    assert np.isfinite(k).all()
+    assert np.isfinite(v).all()
+    if everywhere and np.isfinite(value):
+        assert (k == np.float16(value)).all()
+        assert (v == np.float16(value)).all()
+
+
+def test_unseal_and_gather() -> None:
+    for problem in (Problem(64, 2, 2), Problem(64, 2, 2, n_blocks=0), Problem(64, 1, 1, 2, 0)):
+        tiles = backend().from_canonical(problem.canonical)
+        for got, expected in zip(backend()._held(problem.view(tiles)), problem.held(), strict=True):
+            assert (float64(got) == expected.astype(np.float16)).all()
+    k, v = backend().unseal(tiles[:, :2])
+    for got, expected in zip((k, v), exact(np.array(problem.canonical[:, :2])), strict=True):
+        assert (float64(got) == expected.astype(np.float16)).all()
+
+
+# What the CPU does not see
+
+
+@emulated
+def test_address_spaces() -> None:
+    make = Kernels(checked=True)
+    kernels = Metal(make_kernel=make, cores=8)
+    for options in ({}, {"logits": True}):
+        for n_blocks in (1, 9):
+            problem = Problem(64, 12, 2, n_blocks=n_blocks, options=options)
+            problem.error(kernels)
+            for kernel in make.made.values():
+                if kernel.generated.source:
+                    g = kernel.generated
+                    assert lint(g.source, g.name, g.template_arguments) == ""
+    k, v = mx.zeros((2, 1, BLOCK, 64), mx.float16)
+    kernels.unseal(kernels.seal(k, v))
+    for name in ("tqchat_seal", "tqchat_gather"):
+        g = make.made[name].generated
+        assert lint(g.source, g.name, g.template_arguments) == ""
+
+
+MERGE, ATTEND = "tqchat_merge", "tqchat_attend_split"
+BASE = {"dim": 64, "n_heads": 12, "n_kv_heads": 2, "n_blocks": 9, "tokens": 2}
+PLAIN = Problem(**BASE)
+WINDOW = Problem(**BASE, options={"window": 70, "softcap": 4.0})
+NARROW = Problem(**BASE, options={"window": 40})
+# Later scores exceed earlier ones by far.
+LARGE = Problem(**{**BASE, "n_blocks": 40}, options={"scale": 2.0})
+LOGITS = Problem(**BASE, options={"logits": True})
+
+# Kernel, what to replace by what, and a problem that shows it.
+MUTATIONS = {
+    "split begins late": (ATTEND, "at.split / view.n_splits;", "at.split / view.n_splits + 1;", PLAIN),
+    "split ends late": (ATTEND, "unit < end;", "unit <= end;", PLAIN),
+    "wrong head": (ATTEND, "q += at.head * n_rows * D;", "", PLAIN),
+    "wrong capacity": (ATTEND, "ulong(at.head) * capacity", "ulong(at.head) * view.n_blocks", PLAIN),
+    "wrong nibble": (ATTEND, "(8 * i + 4)", "(8 * i)", PLAIN),
+    "wrong zero": (ATTEND, "- 8.0f * float(pair.x)", "- 7.0f * float(pair.x)", PLAIN),
+    "neighbour's scale": (ATTEND, "x.y * q.scale", "x.y * p.scale", PLAIN),
+    "zero of a lane": (ATTEND, "row_sum(zero[a])", "4.0f * zero[a]", PLAIN),
+    "wrong V parameters": (ATTEND, "8 * j + row]", "8 * j + (row ^ 1)]", PLAIN),
+    "output not rescaled": (ATTEND, "get(output[a][f]) * factor", "get(output[a][f])", LARGE),
+    "sum not rescaled": (ATTEND, "sum[a] *= factor;", "", LARGE),
+    "maximum of a lane": (ATTEND, "row_max(highest[a])", "highest[a]", LARGE),
+    "sum of a lane": (ATTEND, "row_sum(rows.sum[a])", "4.0f * rows.sum[a]", PLAIN),
+    "sums not weighed": (ATTEND, "other.y * metal::fast::exp2(other.x - maximum[a])", "other.y", PLAIN),
+    "outputs not weighed": (ATTEND, "get(rows.output[a][f]) * factor[a]", "get(rows.output[a][f])", PLAIN),
+    "tail off by the sink": (ATTEND, "(token - n_sink) * D", "token * D", PLAIN),
+    "reads past the tail": (ATTEND, "token >= count", "token >= count + 32", PLAIN),
+    "causal off by one": (ATTEND, "length - n_tokens + token;", "length - n_tokens + token - 1;", NARROW),
+    "token of a row": (ATTEND, "+ int(row)) % n_tokens", "+ int(row)) / 8 % n_tokens", NARROW),
+    "sink not counted": (ATTEND, "position = view.n_sink + BLOCK * block", "position = BLOCK * block", WINDOW),
+    "window off by one": (ATTEND, "last - view.window + 1 :", "last - view.window :", NARROW),
+    "block too late": (ATTEND, "(seen - view.n_sink) / BLOCK", "(seen - view.n_sink) / BLOCK + 1", WINDOW),
+    "blocks not masked": (ATTEND, "position < unseen ||", "", WINDOW),
+    "no tanh": (ATTEND, "metal::precise::tanh(score)", "score", WINDOW),
+    "splits not weighed": (MERGE, "exp2(maximum - highest)", "exp2(0.0f * maximum)", PLAIN),
+    "split's weight": (MERGE, "simd_shuffle(weight, s)", "simd_shuffle(weight, s ^ 1)", PLAIN),
+    "logit in the wrong base": (MERGE, "* M_LOG2E_F", "", LOGITS),
+    "logit of another head": (MERGE, "head_row / n_tokens)", "head_row / n_rows)", LOGITS),
+}  # fmt: skip
+
+
+def mutated(kernel: str, edit: Any, checked: bool) -> Metal:
+    """The backend with one kernel's text changed."""
+
+    def make(name: str, *parts: Any) -> EmulatedKernel:
+        return EmulatedKernel(
+            name, *parts, checked=checked, edit=edit if name == kernel else lambda text: text
+        )
+
+    return Metal(make_kernel=make, cores=8)
+
+
+@emulated
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_of_the_arithmetic_are_caught(mutation: str) -> None:
+    kernel, before, after, problem = MUTATIONS[mutation]
+
+    def edit(text: str) -> str:
+        assert text.count(before) == 1
+        return text.replace(before, after)
+
+    assert not problem.error(mutated(kernel, edit, checked=False)) < TOLERANCE[mx.float16]
+
+
+@emulated
+@pytest.mark.parametrize("which", range(6))
+def test_a_missing_barrier_is_caught(which: int) -> None:
+    barrier = re.compile(r"(?:simdgroup|threadgroup)_barrier\([^;]*\);")
+
+    def edit(text: str) -> str:
+        found = list(barrier.finditer(text))
+        assert len(found) == 6
+        return text[: found[which].start()] + text[found[which].end() :]
+
+    with pytest.raises(KernelError, match="DATA RACE|UNINITIALISED"):
+        PLAIN.error(mutated(ATTEND, edit, checked=True))
