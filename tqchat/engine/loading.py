@@ -77,12 +77,12 @@ def load_path(
     weights = Weights(name, checkpoint.weights, backend)
     # Weights are read lazily; whoever else refers to them would keep them twice.
     checkpoint.weights.clear()
-    model = build(
-        Config(name, checkpoint.config),
-        weights,
-        backend,
-        lambda done, total: read(total_bytes * done // total, total_bytes),
-    )
+    in_memory = checkpoint.gguf_metadata is not None
+
+    def built(done: int, total: int) -> None:
+        read(total_bytes if in_memory else total_bytes * done // total, total_bytes)
+
+    model = build(Config(name, checkpoint.config), weights, backend, built)
     context = model.context if options.context is None else options.context
     notes = [note for note in (backend.note,) if note]
     if template.is_default:
