@@ -48,6 +48,11 @@ def kv_bytes(terminal: Terminal) -> float:
     return 0.0 if panel[2] else float(panel[3]) * {"K": 2**10, "M": 2**20}[panel[4]]
 
 
+def empty_the_box(terminal: Terminal, backspaces: int = 1) -> None:
+    terminal.type("\x7f" * backspaces)
+    terminal.wait_for("│ Ask anything")
+
+
 def leave(terminal: Terminal, keys: str = "/quit\r") -> None:
     terminal.type(keys)
     assert terminal.wait_for_exit() == 0
@@ -94,7 +99,7 @@ def test_the_first_conversation(chat: Callable[..., Terminal], smollm2_gguf: Pat
 
 def test_ctrl_c_while_the_model_is_read(chat: Callable[..., Terminal], smollm2_gguf: Path) -> None:
     terminal = chat(smollm2_gguf)
-    terminal.wait_for(r"⠋?Reading .*B of .*B")
+    terminal.wait_for(r"Reading .*%")
     terminal.type("\x03")
     terminal.wait_for(r"● no model")
     terminal.type("/retry\r")
@@ -113,7 +118,8 @@ def test_ctrl_c_while_the_prompt_is_read(chat: Callable[..., Terminal], slow: Pa
     terminal.wait_for(CHAT)
     # Not answered: it is in the box again.
     terminal.wait_for(r"│ \[pasted 1: 7,680 chars\]")
-    leave(terminal, "\x7f/quit\r")
+    empty_the_box(terminal)
+    leave(terminal)
 
 
 def test_ctrl_c_while_an_answer_is_written(chat: Callable[..., Terminal], slow: Path) -> None:
@@ -147,7 +153,7 @@ def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: 
     terminal = chat(slow, "--context", "1000", "--max-tokens", "5")
     terminal.wait_for(CHAT)
     ask(terminal, "Hello")
-    terminal.wait_for(r"● ready")
+    terminal.wait_for("cut at the most tokens")
     held = terminal.wait_for(r"(\d+) of 1,000")[1]
     terminal.paste("x" * 3000)
     terminal.wait_for(r"\[pasted 1: 3,000 chars\]")
@@ -157,7 +163,7 @@ def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: 
     terminal.wait_for(r"│ \[pasted 1: 3,000 chars\]")
     assert terminal.wait_for(r"(\d+) of 1,000")[1] == held
     # Taken out again, the conversation goes on.
-    terminal.type("\x7f")
+    empty_the_box(terminal)
     ask(terminal, "And now?")
     terminal.wait_for(rf"(?!{held} )\b\d+ of 1,000")
     leave(terminal)
@@ -170,4 +176,5 @@ def test_a_model_that_cannot_be_read(chat: Callable[..., Terminal], tmp_path: Pa
     ask(terminal, "Hello")
     terminal.wait_for(r"No model is loaded")
     terminal.wait_for(r"│ Hello")
-    leave(terminal, "\x7f" * 5 + "/quit\r")
+    empty_the_box(terminal, 5)
+    leave(terminal)

@@ -459,9 +459,11 @@ def test_ctrl_c_during_decode(environment, slow) -> None:
     assert output.count(b"Reading the prompt: 100%") == 1
 
 
-def test_sigint_at_any_moment(environment, slow) -> None:
+def test_sigint_at_any_moment(environment, home, slow) -> None:
     """Also between those: while modules are imported, at the first token, in the last lines."""
-    for tenth in range(3, 21, 3):
+    begun = home / "state" / "tqchat" / "tqchat.log"
+    for tenth in (0, 1, 2, 4, 8, 12):
+        begun.unlink(missing_ok=True)
         process = subprocess.Popen(
             [*TQCHAT, str(slow), "-p", "Hello" * 200, *GREEDY],
             stdin=subprocess.DEVNULL,
@@ -469,6 +471,8 @@ def test_sigint_at_any_moment(environment, slow) -> None:
             stderr=subprocess.PIPE,
             env=environment,
         )
+        while not begun.exists():
+            time.sleep(0.01)
         time.sleep(tenth / 10)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)

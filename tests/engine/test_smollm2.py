@@ -18,7 +18,7 @@ from tests.folders import CHATML
 from tqchat.chat.conversation import Message
 from tqchat.chat.template import ChatTemplate
 from tqchat.engine.cache import DenseCache
-from tqchat.engine.events import EngineOptions, Finished, Sampling, Token
+from tqchat.engine.events import EngineOptions, Finished, Loading, Sampling, Token
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load_path
 from tqchat.kernels import select
@@ -97,7 +97,8 @@ def test_logits_and_greedy_tokens_are_mlx_lms(
     checkpoint: Checkpoint, loaded: LoadedModel, smollm2_gguf: Path
 ) -> None:
     """float32 throughout, the cache included."""
-    backend = type(loaded.backend)(mx.float32, cache_dtype=mx.float32)
+    backend = select(mx.float32)
+    backend.dtype = backend.cache_dtype = mx.float32
     model = load_path(smollm2_gguf, "smollm2", EngineOptions("fp16"), backend=backend).model
     caches = [DenseCache(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)]
     ids = loaded.tokenizer.encode(TIDES.read_text())[:N_PROMPT]
@@ -164,6 +165,15 @@ def test_a_folder_of_the_same_weights_gives_the_same_tokens(
     assert ids[0] == ids[1]
     answers = [ask(session(m), question, max_tokens=24).text for m in (loaded, from_folder)]
     assert answers[0] == answers[1] != ""
+
+
+def test_reading_a_gguf_goes_up_to_the_whole_once(smollm2_gguf: Path) -> None:
+    told: list[Loading] = []
+    load_path(smollm2_gguf, "smollm2", EngineOptions(), told.append)
+    shares = [event.done / event.total for event in told]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 10
+    assert shares[-1] == 1
 
 
 # Conversations
