@@ -17,7 +17,6 @@ from tqchat.engine.events import (
     Sampling,
     Token,
 )
-from tqchat.models.find import BUILTIN, last_used
 from tqchat.tui.text import clean
 
 
@@ -43,7 +42,7 @@ def answer(
         # The locale may lack characters that the model writes.
         sys.stdout.reconfigure(errors="replace")
     try:
-        engine.load(model or last_used() or BUILTIN)
+        engine.load(model)
         engine.generate(messages, sampling, max_tokens)
         while True:
             # Python runs signal handlers between waits, so a wait must not be endless.

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tqchat.models import download
+from tqchat.models.checkpoint import describe
 from tqchat.models.errors import ModelError
 from tqchat.models.find import BUILTIN, fetch, installed, resolve
 
@@ -19,11 +20,18 @@ def show() -> int:
         print(f"No model yet. `tqchat` fetches {BUILTIN}; `tqchat pull ORG/NAME` fetches another.")
         return 0
     table = Table(box=None, pad_edge=False)
-    for heading in ("model", "kind", "size"):
-        table.add_column(heading, justify="right" if heading == "size" else "left")
+    for heading in ("model", "architecture", "weights", "size", "context"):
+        table.add_column(heading, justify="right" if heading in ("size", "context") else "left")
     for model in models:
         size = f"{model.size_bytes / 1e9:.2f} GB"
-        table.add_row(Text(model.name), Text(model.kind), size)
+        try:
+            found = describe(model.path)
+        except ModelError as error:
+            table.add_row(Text(model.name), Text(str(error)), "", size, "")
+            continue
+        context = f"{found.context:,}" if found.context else ""
+        row = (model.name, found.model_type, found.format, size, context)
+        table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
     return 0
 
@@ -45,7 +53,7 @@ def pull(name: str) -> int:
                     total=event.total_bytes or None,
                 )
 
-            path = fetch(ref, fetched, lambda: False)
+            path = fetch(ref, fetched, lambda: False, update=True)
     except ModelError as error:
         print(f"tqchat: {error}", file=sys.stderr)
         return 2

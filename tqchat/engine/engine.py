@@ -60,8 +60,11 @@ class Engine:
         """Whether the thread runs, so that an answer may still come."""
         return self._thread.is_alive()
 
-    def load(self, model: str) -> None:
-        """Fetch if needed and read a model: Loading events, then Loaded or Failed."""
+    def load(self, model: str | None) -> None:
+        """Fetch if needed and read a model: Loading events, then Loaded or Failed.
+
+        None: the last one used, else the built-in one.
+        """
         self._add(lambda job: self._load(job, model), is_turn=False)
 
     def generate(
@@ -133,7 +136,7 @@ class Engine:
             log.exception("A job failed")
             self._emit(Failed(job.turn, f"Internal error: {type(error).__name__}: {error}"))
 
-    def _load(self, job: int, model: str) -> None:
+    def _load(self, job: int, model: str | None) -> None:
         self._loaded = self._session = None
         mx.clear_cache()
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))

@@ -15,7 +15,7 @@ from tqchat.models.checkpoint import Checkpoint, read_checkpoint
 from tqchat.models.config import Config
 from tqchat.models.download import Progress
 from tqchat.models.errors import Stopped
-from tqchat.models.find import fetch, remember, resolve
+from tqchat.models.find import BUILTIN, fetch, last_used, remember, resolve
 from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
 
@@ -30,12 +30,12 @@ class LoadedModel:
 
 
 def load(
-    name: str,
+    name: str | None,
     options: EngineOptions,
     tell: Callable[[Loading], None],
     stopped: Callable[[], bool],
 ) -> LoadedModel:
-    """Find, fetch if needed, and read a model.
+    """Find, fetch if needed, and read a model; None: the last one used, else the built-in one.
 
     Raises ModelError or ChatError with what to do next, Stopped if `stopped` said so.
     """
@@ -43,10 +43,10 @@ def load(
     def fetched(progress: Progress) -> None:
         tell(Loading(progress.label, progress.done_bytes, progress.total_bytes))
 
-    ref = resolve(name)
+    ref = resolve(name or last_used() or BUILTIN)
     path = fetch(ref, fetched, stopped)
     loaded = load_path(path, ref.name, options, tell, stopped)
-    remember(name)
+    remember(ref.name)
     return loaded
 
 
