@@ -19,6 +19,7 @@ from tqchat.engine.events import EngineOptions, Event, Failed, Loaded, Sampling,
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load
 from tqchat.models.errors import ModelError, Stopped
+from tqchat.models.find import remember
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class Engine:
         self._loaded = self._session = None
         mx.clear_cache()
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
+        remember(self._loaded.info.name)
         self._session = Session(self._loaded)
         self._emit(Loaded(self._loaded.info, self._session.cache_use(), self._session.memory()))
 

@@ -15,7 +15,7 @@ from tqchat.models.checkpoint import Checkpoint, read_checkpoint
 from tqchat.models.config import Config
 from tqchat.models.download import Progress
 from tqchat.models.errors import Stopped
-from tqchat.models.find import BUILTIN, fetch, last_used, remember, resolve
+from tqchat.models.find import BUILTIN, fetch, last_used, resolve
 from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
 
@@ -45,9 +45,7 @@ def load(
 
     ref = resolve(name or last_used() or BUILTIN)
     path = fetch(ref, fetched, stopped)
-    loaded = load_path(path, ref.name, options, tell, stopped)
-    remember(ref.name)
-    return loaded
+    return load_path(path, ref.name, options, tell, stopped)
 
 
 def load_path(
