@@ -64,7 +64,10 @@ static const float NOTHING_YET = -1e30f;
 /* Few query tokens: one pass over the keys, shared out over threads by KV head and by part of the
  * sequence. Four rows at a time share each code that is unpacked. */
 
-enum { ROWS = 4 };
+enum {
+    ROWS = 4,
+    TILES_AHEAD = 2, /* that are fetched before their turn */
+};
 
 typedef struct {
     const Attention *attention;
@@ -82,6 +85,12 @@ typedef struct {
     float *k_folded; /* (head_dim,): q times a tile's K scales */
     float scores[BLOCK];
 } Row;
+
+/* A tile is read in less time than memory takes to answer, so the ones after it are asked for. */
+INLINE void fetch_tile(const uint32_t *words, int64_t dim) {
+    for (int64_t i = 0; i < 10 * dim; i += 16)
+        __builtin_prefetch(words + i, 0, 2);
+}
 
 INLINE void scores_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     vf constant[ROWS];
@@ -259,6 +268,8 @@ INLINE void step_rows(int n, const StepJob *job, const Unit *u, int64_t head, Ro
     if (span->tiles.start) {
         Tile tile = tile_at(tile_words(&span->tiles, head, u->first / BLOCK, a->head_dim),
                             a->head_dim);
+        if (first_row == 0)
+            fetch_tile(tile.k + 10 * TILES_AHEAD * a->head_dim, a->head_dim);
         scores_of_tile(n, rows, &tile, a->head_dim);
         for (int r = 0; r < n; r++)
             softmax_step(a, rows + r, low[r], high[r]);

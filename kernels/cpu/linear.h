@@ -1,18 +1,14 @@
 /* Products with a matrix that stays as stored: one token at a time along its rows, or many tokens
  * in register blocks over panels of it that are dequantised into the cache. */
 
-/* Scales and biases, converted */
-
+/* n elements from the i-th on. */
 INLINE vf load_as(Format format, const void *p, int64_t i, int n) {
     if (format == F32)
         return n == LANES ? load((const float *)p + i) : load_n((const float *)p + i, n);
     const uint16_t *halves = (const uint16_t *)p + i;
-    uint16_t all[LANES] = {0};
-    if (n < LANES) {
-        memcpy(all, halves, 2 * (size_t)n);
-        halves = all;
-    }
-    return format == F16 ? load_half(halves) : load_bfloat(halves);
+    if (format == F16)
+        return n == LANES ? load_half(halves) : load_half_n(halves, n);
+    return n == LANES ? load_bfloat(halves) : load_bfloat_n(halves, n);
 }
 
 INLINE int at_most(int64_t n, int most) { return n < most ? (int)n : most; }
@@ -20,13 +16,18 @@ INLINE int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to
 
 /* One token. Rows go four at a time, so that each vector of x is loaded once for four. */
 
-enum { TOGETHER = 4 };
+enum {
+    TOGETHER = 4,
+    AHEAD = 16, /* rows, that are fetched before their turn */
+};
 
 typedef struct {
     const Linear *linear;
     const float *x; /* in the order that the format's rows are read in, zeros past the end */
-    const float *group_sums; /* of x, per group */
-    int64_t rows_per_piece;
+    const float *group_sums; /* of x, per group, zeros past the end */
+    int64_t rows_per_piece, n_groups;
+    vi group_of_lane; /* of a word of 8 columns, from the group of lane 0 on */
+    int group_shift;
 } VectorJob;
 
 /* x as nibbles come: for each block of 8 LANES columns, columns 8 i + j in vector j, lane i. */
@@ -39,34 +40,47 @@ static void order_by_nibble(const float *x, int64_t columns, float *ordered) {
             }
 }
 
-/* Scales of one row as floats; returns partial sums of its biases times the sums of x. */
-INLINE vf row_parameters(const VectorJob *job, int64_t row, float *scales) {
+/* Scales of TOGETHER rows as floats in `scales`, job->n_groups + LANES apart; sums[r] becomes
+ * partial sums of the biases of row r times the sums of x. */
+INLINE void row_parameters_as(Format format, const VectorJob *job, const int64_t *rows,
+                              float *scales, vf *sums) {
     const Matrix *m = &job->linear->matrix;
-    int64_t n = m->columns / m->group_size;
-    vf sum = {0};
-    for (int64_t g = 0; g < n; g += LANES) {
-        int part = at_most(n - g, LANES);
-        store(scales + g, load_as(m->parameters, m->scales, row * n + g, part));
-        sum += load_as(m->parameters, m->biases, row * n + g, part) * load(job->group_sums + g);
+    int64_t n = job->n_groups;
+    for (int r = 0; r < TOGETHER; r++, scales += n + LANES) {
+        vf sum = {0};
+        int64_t g = 0, first = rows[r] * n;
+        for (; g + LANES <= n; g += LANES) {
+            store(scales + g, load_as(format, m->scales, first + g, LANES));
+            sum += load_as(format, m->biases, first + g, LANES) * load(job->group_sums + g);
+        }
+        if (g < n) {
+            int left = (int)(n - g);
+            store(scales + g, load_as(format, m->scales, first + g, left));
+            sum += load_as(format, m->biases, first + g, left) * load(job->group_sums + g);
+        }
+        sums[r] = sum;
     }
-    return sum;
 }
 
-INLINE void rows_q4(const VectorJob *job, const int64_t rows[TOGETHER], float *scratch, vf *sums) {
-    const Matrix *m = &job->linear->matrix;
-    int64_t words = m->columns / 8, n_groups = rounded_up(m->columns / m->group_size, LANES) + LANES;
-    const uint32_t *data[TOGETHER];
-    float *scales[TOGETHER];
-    for (int r = 0; r < TOGETHER; r++) {
-        data[r] = (const uint32_t *)m->data + rows[r] * words;
-        scales[r] = scratch + r * n_groups;
-        sums[r] = row_parameters(job, rows[r], scales[r]);
+INLINE void row_parameters(const VectorJob *job, const int64_t *rows, float *scales, vf *sums) {
+    switch (job->linear->matrix.parameters) {
+    case F16: row_parameters_as(F16, job, rows, scales, sums); break;
+    case BF16: row_parameters_as(BF16, job, rows, scales, sums); break;
+    default: row_parameters_as(F32, job, rows, scales, sums); break;
     }
-    vi group_of_lane;
-    for (int i = 0; i < LANES; i++)
-        group_of_lane[i] = 8 * i / (int)m->group_size;
-    int shift = __builtin_ctz((unsigned)m->group_size);
+}
+
+INLINE void rows_q4(const VectorJob *job, const int64_t rows[TOGETHER], float *scales, vf *out) {
+    const Matrix *m = &job->linear->matrix;
+    int64_t words = m->columns / 8, stride = job->n_groups + LANES;
+    const uint32_t *data[TOGETHER];
     const float *x = job->x;
+    vf sums[TOGETHER];
+    row_parameters(job, rows, scales, sums);
+    for (int r = 0; r < TOGETHER; r++)
+        data[r] = (const uint32_t *)m->data + rows[r] * words;
+    vi group_of_lane = job->group_of_lane;
+    int shift = job->group_shift;
     for (int64_t w = 0; w < words; w += LANES, x += 8 * LANES) {
         vu codes[TOGETHER];
         vf products[TOGETHER];
@@ -74,6 +88,7 @@ INLINE void rows_q4(const VectorJob *job, const int64_t rows[TOGETHER], float *s
 #pragma GCC unroll 4
         for (int r = 0; r < TOGETHER; r++) {
             codes[r] = n == LANES ? load_words(data[r] + w) : load_words_n(data[r] + w, n);
+            __builtin_prefetch(data[r] + w + AHEAD * words, 0, 2);
             products[r] = nibble(codes[r]) * load(x);
         }
 #pragma GCC unroll 8
@@ -83,35 +98,39 @@ INLINE void rows_q4(const VectorJob *job, const int64_t rows[TOGETHER], float *s
             for (int r = 0; r < TOGETHER; r++)
                 products[r] += nibble(codes[r] >> (4 * j)) * xj;
         }
-        int64_t group = 8 * w >> shift;
+        const float *scale = scales + (8 * w >> shift);
 #pragma GCC unroll 4
         for (int r = 0; r < TOGETHER; r++)
-            sums[r] += products[r] * pick(scales[r] + group, group_of_lane);
+            sums[r] += products[r] * pick(scale + r * stride, group_of_lane);
     }
+    for (int r = 0; r < TOGETHER; r++)
+        out[r] = sums[r];
 }
 
-INLINE void rows_q8(const VectorJob *job, const int64_t rows[TOGETHER], float *scratch, vf *sums) {
+INLINE void rows_q8(const VectorJob *job, const int64_t rows[TOGETHER], float *scales, vf *out) {
     const Matrix *m = &job->linear->matrix;
-    int64_t n_groups = rounded_up(m->columns / m->group_size, LANES);
+    int64_t stride = job->n_groups + LANES;
     const uint8_t *data[TOGETHER];
-    float *scales[TOGETHER];
-    for (int r = 0; r < TOGETHER; r++) {
+    vf sums[TOGETHER];
+    row_parameters(job, rows, scales, sums);
+    for (int r = 0; r < TOGETHER; r++)
         data[r] = (const uint8_t *)m->data + rows[r] * m->columns;
-        scales[r] = scratch + r * n_groups;
-        sums[r] = row_parameters(job, rows[r], scales[r]);
-    }
     for (int64_t c = 0, g = 0; c < m->columns; g++) {
         vf products[TOGETHER] = {{0}};
         for (int64_t end = c + m->group_size; c < end; c += LANES) {
             vf x = load(job->x + c);
 #pragma GCC unroll 4
-            for (int r = 0; r < TOGETHER; r++)
+            for (int r = 0; r < TOGETHER; r++) {
                 products[r] += load_bytes(data[r] + c) * x;
+                __builtin_prefetch(data[r] + c + AHEAD * m->columns, 0, 2);
+            }
         }
 #pragma GCC unroll 4
         for (int r = 0; r < TOGETHER; r++)
-            sums[r] += products[r] * splat(scales[r][g]);
+            sums[r] += products[r] * splat(scales[r * stride + g]);
     }
+    for (int r = 0; r < TOGETHER; r++)
+        out[r] = sums[r];
 }
 
 INLINE void rows_dense(Format format, const VectorJob *job, const int64_t rows[TOGETHER], vf *sums) {
@@ -159,27 +178,32 @@ static void vector_piece(const void *of, int piece, int thread) {
 
 static int linear_vector(const Linear *l) {
     const Matrix *m = &l->matrix;
-    int64_t groups = m->group_size ? rounded_up(m->columns / m->group_size, LANES) + LANES : 0;
-    int64_t ordered = rounded_up(m->columns, 8 * LANES);
-    if (!pool_reserve(4 * (size_t)(TOGETHER * groups), 4 * (size_t)(ordered + groups)))
+    int64_t n_groups = m->group_size ? m->columns / m->group_size : 0;
+    int64_t ordered = rounded_up(m->columns, 8 * LANES), sums = rounded_up(n_groups, LANES);
+    if (!pool_reserve(4 * (size_t)(TOGETHER * (n_groups + LANES)), 4 * (size_t)(ordered + sums)))
         return 0;
-    float *x = pool_shared(), *sums = x + ordered;
+    float *x = pool_shared(), *group_sums = x + ordered;
+    VectorJob job = {l, x, group_sums, 0, n_groups, {0}, 0};
     if (m->format == Q4) {
         order_by_nibble(l->x, m->columns, x);
     } else {
         memcpy(x, l->x, 4 * (size_t)m->columns);
         memset(x + m->columns, 0, 4 * (size_t)(ordered - m->columns));
     }
-    for (int64_t g = 0; g < groups; g++) {
+    memset(group_sums, 0, 4 * (size_t)sums);
+    for (int64_t g = 0; g < n_groups; g++) {
         vf sum = {0};
-        if (g < m->columns / m->group_size)
-            for (int64_t c = 0; c < m->group_size; c += LANES)
-                sum += load(l->x + g * m->group_size + c);
-        sums[g] = sum_lanes(sum);
+        for (int64_t c = 0; c < m->group_size; c += LANES)
+            sum += load(l->x + g * m->group_size + c);
+        group_sums[g] = sum_lanes(sum);
     }
-    int64_t per_piece = rounded_up(m->rows / (4 * pool_size()) + 1, LANES);
-    VectorJob job = {l, x, sums, per_piece};
-    pool_run((int)((m->rows + per_piece - 1) / per_piece), vector_piece, &job);
+    if (n_groups) {
+        job.group_shift = __builtin_ctz((unsigned)m->group_size);
+        for (int i = 0; i < LANES; i++)
+            job.group_of_lane[i] = 8 * i >> job.group_shift;
+    }
+    job.rows_per_piece = rounded_up(m->rows / (4 * pool_size()) + 1, LANES);
+    pool_run((int)((m->rows + job.rows_per_piece - 1) / job.rows_per_piece), vector_piece, &job);
     return 1;
 }
 

@@ -173,6 +173,25 @@ INLINE vf load_n(const float *p, int n) {
 #endif
 }
 
+INLINE vf load_half_n(const uint16_t *p, int n) {
+#if defined(TARGET_AVX512)
+    __mmask16 there = (__mmask16)((1u << n) - 1);
+    return (vf)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, p));
+#else
+    uint16_t all[LANES] = {0};
+    for (int i = 0; i < n; i++)
+        all[i] = p[i];
+    return load_half(all);
+#endif
+}
+
+INLINE vf load_bfloat_n(const uint16_t *p, int n) {
+    uint16_t all[LANES] = {0};
+    for (int i = 0; i < n; i++)
+        all[i] = p[i];
+    return load_bfloat(all);
+}
+
 INLINE vu load_words_n(const uint32_t *p, int n) { return (vu)load_n((const float *)p, n); }
 
 INLINE void store_n(float *p, vf x, int n) {
