@@ -17,6 +17,7 @@ BAD_INPUT = 2
 SUBCOMMANDS = {
     "models": "list the models on this machine",
     "pull": "fetch a model without chatting",
+    "plan": "show what memory a model needs at each context length",
     "bench": "measure speed and memory on this machine",
 }
 
@@ -93,6 +94,11 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _subcommand(name: str, arguments: Sequence[str]) -> int:
+    if name == "plan":
+        _require_mlx()
+        from tqchat.plan import main as plan
+
+        return plan(arguments)
     if name == "bench":
         _require_mlx()
         from tqchat.bench.command import main as bench

@@ -29,8 +29,9 @@ def show() -> int:
         except ModelError as error:
             table.add_row(Text(model.name), Text(str(error)), "", size, "")
             continue
-        context = f"{found.context:,}" if found.context else ""
-        row = (model.name, found.model_type, found.format, size, context)
+        context, kind = (found.config.get(key) for key in ("max_position_embeddings", "model_type"))
+        context = f"{context:,}" if type(context) is int else ""
+        row = (model.name, str(kind), found.format, size, context)
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
     return 0

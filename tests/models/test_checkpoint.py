@@ -80,9 +80,9 @@ def test_what_mlx_quantised(tmp_path: Path) -> None:
 
 def test_description_of_a_folder(tmp_path: Path) -> None:
     description = describe(sharded(tmp_path))
-    assert description.model_type == "llama"
+    assert description.config["model_type"] == "llama"
     assert description.format == "F32"
-    assert description.context == 4096
+    assert description.config["max_position_embeddings"] == 4096
     assert description.weights_bytes == A.nbytes + B.nbytes
 
 

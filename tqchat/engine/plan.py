@@ -5,29 +5,12 @@ dequantised for prefill, a chunk's activations, one token's logits).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from tqchat.kernels.layout import BLOCK, SINK, TAIL_MAX, tile_bytes
+from tqchat.models.registry import Shape
 
-# What a Metal device may wire by default, as a share of the machine's memory; macOS gives about
-# three quarters (device_info's max_recommended_working_set_size says exactly, on the Mac itself).
-METAL_DEFAULT_SHARE = 0.75
-# What macOS needs for itself when the limit is raised.
-SYSTEM_RESERVE = 8 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What of a model decides its memory. `weights_bytes` as stored; `context` as trained for."""
-
-    weights_bytes: int
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    context: int
+KVKind: TypeAlias = Literal["int4", "fp16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +24,7 @@ class Need:
     total: int
 
 
-def kv_bytes(shape: Shape, context: int, kv: Literal["int4", "fp16"]) -> int:
+def kv_bytes(shape: Shape, context: int, kv: KVKind) -> int:
     """Bytes of the cache holding `context` tokens, at its largest (a full tail)."""
     token = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim
     if kv == "fp16":
@@ -51,22 +34,25 @@ def kv_bytes(shape: Shape, context: int, kv: Literal["int4", "fp16"]) -> int:
     return sealed + (context - BLOCK * n_blocks) * token
 
 
-def need(shape: Shape, context: int, kv: Literal["int4", "fp16"], chunk: int) -> Need:
-    """What `context` tokens take, prefilled `chunk` at a time, activations in 16 bits."""
+def need(shape: Shape, weights: int, context: int, kv: KVKind, chunk: int) -> Need:
+    """What `context` tokens take, prefilled `chunk` at a time, activations in 16 bits.
+
+    `weights`: bytes of the weights as stored.
+    """
     past = 4 * shape.n_kv_heads * shape.head_dim * context if kv == "int4" else 0
     widest = 2 * (2 * shape.hidden_size + 3 * shape.intermediate_size) * min(chunk, context)
     transient = past + widest + 4 * shape.vocab_size
     cache = kv_bytes(shape, context, kv)
-    total = shape.weights_bytes + cache + transient
+    total = weights + cache + transient
     return Need(context, kv_bytes(shape, context, "fp16"), cache, transient, total)
 
 
-def largest_context(shape: Shape, kv: Literal["int4", "fp16"], chunk: int, memory: int) -> int:
+def largest_context(shape: Shape, weights: int, kv: KVKind, chunk: int, memory: int) -> int:
     """The most tokens that fit in `memory` bytes, trained for or not; 0 if not even one block."""
     low, high = 0, 1 << 26
     while low < high:
         middle = (low + high + 1) // 2
-        if need(shape, middle, kv, chunk).total <= memory:
+        if need(shape, weights, middle, kv, chunk).total <= memory:
             low = middle
         else:
             high = middle - 1

@@ -47,10 +47,9 @@ class Checkpoint:
 class Description:
     """What is known of a model before its tensors are read. `format`: "4-bit", "bf16", "Q4_0"."""
 
-    model_type: str
+    config: dict[str, Any]
     format: str
     weights_bytes: int
-    context: int | None
 
 
 def read_checkpoint(
@@ -85,12 +84,10 @@ def describe(path: Path) -> Description:
         for tensor in header.tensors:
             nbytes[tensor.type.name] += tensor.nbytes
     bits = config.get("quantization", {}).get("bits")
-    context = config.get("max_position_embeddings")
     return Description(
-        model_type=str(config.get("model_type")),
+        config=config,
         format=f"{bits}-bit" if bits and path.is_dir() else nbytes.most_common(1)[0][0],
         weights_bytes=nbytes.total(),
-        context=context if type(context) is int else None,
     )
 
 

@@ -29,6 +29,14 @@ class LlamaConfig:
     tie_word_embeddings: bool
     context: int
 
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all matrices; norms and biases are too small to count."""
+        heads = (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        embeddings = 1 if self.tie_word_embeddings else 2
+        return self.n_layers * layer + embeddings * self.vocab_size * self.hidden_size
+
     @classmethod
     def parse(cls, config: Config) -> "LlamaConfig":
         if config.get("sliding_window") and config.get("use_sliding_window", True):

@@ -1,6 +1,7 @@
 """From config.json's `model_type` to the architecture's class."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ from tqchat.kernels import Backend
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.layers import LayerCache, Weights
-from tqchat.models.llama import Llama
+from tqchat.models.llama import Llama, LlamaConfig
 
 
 class Model(Protocol):
@@ -26,7 +27,40 @@ class Model(Protocol):
     ) -> mx.array: ...
 
 
-ARCHITECTURES: dict[str, Callable[..., Model]] = {"llama": Llama, "mistral": Llama}
+class Shape(Protocol):
+    """What of a model's config decides its memory. `context` is what it was trained for."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    context: int
+
+    @property
+    def n_parameters(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    parse: Callable[[Config], Shape]
+    build: Callable[[Config, Weights, Backend, Callable[[int, int], None]], Model]
+
+
+LLAMA = Architecture(LlamaConfig.parse, Llama)
+ARCHITECTURES = {"llama": LLAMA, "mistral": LLAMA}
+
+
+def architecture(config: Config) -> Architecture:
+    """Raises ModelError."""
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ModelError(
+            f"{config.name}: model type {kind!r} is not supported. Choose a model of type {known}."
+        )
+    return ARCHITECTURES[kind]
 
 
 def build(
@@ -36,12 +70,6 @@ def build(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
     """The model that `config` describes, its weights read. Raises ModelError."""
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelError(
-            f"{config.name}: model type {kind!r} is not supported. Choose a model of type {known}."
-        )
-    model = ARCHITECTURES[kind](config, weights, backend, progress)
+    model = architecture(config).build(config, weights, backend, progress)
     weights.finish()
     return model

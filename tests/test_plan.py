@@ -1,0 +1,114 @@
+"""`tqchat plan` against the public figures of Llama 3.1 70B and 8B, and against real caches."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import LLAMA
+from tqchat.cli import main
+from tqchat.engine import plan
+from tqchat.engine.cache import DenseCache, Int4Cache
+from tqchat.kernels import select
+from tqchat.models.config import Config
+from tqchat.models.registry import architecture
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+GIB = 1 << 30
+
+
+def planned(capsys, tmp_path, name: str, *options: str) -> dict:
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(CONFIGS / f"{name}.json", folder / "config.json")
+    assert main(["plan", str(folder), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_llama_70b_at_128k_takes_40_and_12_and_a_half_gib(capsys, tmp_path) -> None:
+    figures = planned(capsys, tmp_path, "llama-3.1-70b-4bit", "--memory", "64GB")
+    # 80 layers, 8 KV heads, 128 channels, K and V, 131,072 tokens, 2 bytes: 40 GiB; 5 bits: 12.5.
+    last = figures["rows"][-1]
+    assert last["context"] == 131072
+    assert last["kv_fp16_bytes"] == 40 * GIB
+    assert last["kv_bytes"] / GIB == pytest.approx(12.5, abs=0.05)
+    # 70.55e9 parameters at 4.5 bits: 39.7 GB.
+    assert figures["weights_bytes"] / 1e9 == pytest.approx(39.7, abs=0.1)
+    # macOS's default of 48 GiB stops it; a raised limit does not.
+    assert not last["fits"]
+    assert last["fits_with_raised_limit"]
+    assert figures["command"] == "sudo sysctl iogpu.wired_limit_mb=57344"
+    assert figures["largest_context"] > 131072
+
+
+def test_llama_8b_at_128k(capsys, tmp_path) -> None:
+    figures = planned(capsys, tmp_path, "llama-3.1-8b-4bit", "--memory", "64GB")
+    last = figures["rows"][-1]
+    assert last["kv_fp16_bytes"] == 16 * GIB
+    assert last["kv_bytes"] / GIB == pytest.approx(5.0, abs=0.03)
+    assert figures["weights_bytes"] / 1e9 == pytest.approx(4.5, abs=0.05)
+    assert last["fits"]
+    assert figures["command"] is None
+
+
+def test_a_plan_for_fp16_does_not_fit(capsys, tmp_path) -> None:
+    figures = planned(capsys, tmp_path, "llama-3.1-70b-4bit", "--memory", "64 GB", "--kv", "fp16")
+    assert not figures["rows"][-1]["fits_with_raised_limit"]
+    assert 50_000 < figures["largest_context"] < 73_000
+    assert figures["command"] is None
+
+
+def test_the_table_names_the_command_and_the_largest_context(capsys, tmp_path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(CONFIGS / "llama-3.1-70b-4bit.json", folder / "config.json")
+    assert main(["plan", str(folder), "--memory", "64GB"]) == 0
+    out = capsys.readouterr().out
+    assert "131,072  40.0 GiB  12.5 GiB  27.5 GiB" in out
+    assert "if the limit is raised" in out
+    assert "more than it was trained for" in out
+    assert "sysctl iogpu.wired_limit_mb=57344" in out
+
+
+def test_a_model_on_this_machine_needs_no_memory_option(capsys, smollm2_gguf) -> None:
+    assert main(["plan", str(smollm2_gguf), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["trained_context"] == 8192
+    assert figures["weights_bytes"] == pytest.approx(smollm2_gguf.stat().st_size, rel=0.05)
+    assert figures["rows"][-1]["fits"]
+
+
+def test_bad_input_is_one_line(capsys, tmp_path) -> None:
+    assert main(["plan", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tqchat: ")
+    assert error.count("\n") == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 3000), st.sampled_from(["int4", "fp16"]))
+def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:
+    shape = architecture(Config("tiny", LLAMA)).parse(Config("tiny", LLAMA))
+    backend = select(mx.float16)
+    make = Int4Cache if kv == "int4" else DenseCache
+    cache = make(backend, shape.n_kv_heads, shape.head_dim)
+    x = backend.load_table(mx.array(np.ones((2, tokens, 32), np.float32)))
+    q = backend.load_table(mx.array(np.ones((4, tokens, 32), np.float32)))
+    cache.attend(q, x, x, 1.0)
+    need = plan.kv_bytes(shape, tokens, kv)
+    assert shape.n_layers * cache.nbytes <= need
+    assert need <= shape.n_layers * (cache.nbytes + 127 * 4 * 2 * 32)
+
+
+@given(st.integers(1, 200_000), st.integers(30, 80))
+def test_the_largest_context_is_the_largest_that_fits(weights: int, gib: int) -> None:
+    config = Config("70b", json.loads((CONFIGS / "llama-3.1-70b-4bit.json").read_text()))
+    shape = architecture(config).parse(config)
+    longest = plan.largest_context(shape, weights, "int4", 512, gib * GIB)
+    assert plan.need(shape, weights, longest, "int4", 512).total <= gib * GIB
+    assert plan.need(shape, weights, longest + 32, "int4", 512).total > gib * GIB

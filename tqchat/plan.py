@@ -1,0 +1,182 @@
+"""`tqchat plan`: what a model needs at each context length, and how long a one fits."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tqchat.engine import plan
+from tqchat.models.config import Config
+from tqchat.models.errors import ModelError
+from tqchat.models.find import resolve
+from tqchat.models.folder import WEIGHTS, read_config
+from tqchat.models.registry import Shape, architecture
+
+CHUNK = 512
+# macOS lets a GPU wire about three quarters of the memory unless the limit is raised; what is
+# left for the system then should not be less than this.
+DEFAULT_SHARE = 0.75
+SYSTEM_RESERVE = 8 << 30
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes: what the device allows as it is set up, and what it can be made to allow."""
+
+    default: int
+    raised: int
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tqchat plan", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a .gguf file")
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="plan for a Mac, e.g. 64GB")
+    parser.add_argument("--kv", choices=("int4", "fp16"), default="int4")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        name, shape, weights = _read(options.model)
+    except ModelError as error:
+        print(f"tqchat: {error}", file=sys.stderr)
+        return 2
+    limit = _mac(options.memory) if options.memory else _device()
+    needs = [plan.need(shape, weights, n, options.kv, CHUNK) for n in _lengths(shape.context)]
+    longest = plan.largest_context(shape, weights, options.kv, CHUNK, limit.raised)
+    command = _sysctl(needs[-1].total, limit)
+    if options.json:
+        rows = [
+            {
+                "context": need.context,
+                "kv_fp16_bytes": need.kv_fp16,
+                "kv_bytes": need.kv,
+                "total_bytes": need.total,
+                "fits": need.total <= limit.default,
+                "fits_with_raised_limit": need.total <= limit.raised,
+            }
+            for need in needs
+        ]
+        figures = {
+            "model": name,
+            "kv": options.kv,
+            "weights_bytes": weights,
+            "limit_bytes": limit.default,
+            "raised_limit_bytes": limit.raised,
+            "trained_context": shape.context,
+            "largest_context": longest,
+            "command": command,
+            "rows": rows,
+        }
+        print(json.dumps(figures))
+        return 0
+    _print(name, shape, weights, options.kv, limit, needs, longest, command)
+    return 0
+
+
+def _print(
+    name: str,
+    shape: Shape,
+    weights: int,
+    kv: plan.KVKind,
+    limit: Limit,
+    needs: Sequence[plan.Need],
+    longest: int,
+    command: str | None,
+) -> None:
+    print(f"{name}: weights {_show(weights)}, limit {_show(limit.default)}")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("context", "fp16 KV", f"{kv} KV", "saved", "total", "fits"):
+        table.add_column(heading, justify="right")
+    for need in needs:
+        sizes = (need.kv_fp16, need.kv, need.kv_fp16 - need.kv, need.total)
+        fits = "yes" if need.total <= limit.default else "no"
+        if fits == "no" and need.total <= limit.raised:
+            fits = "if the limit is raised"
+        cells = [_show(size) for size in sizes]
+        table.add_row(f"{need.context:,}", *cells, fits)
+    Console(highlight=False, markup=False).print(table)
+    beyond = ", more than it was trained for" if longest > shape.context else ""
+    print(f"The largest context that fits: {longest:,} tokens{beyond}.")
+    if command:
+        print(f"To use the whole context, raise macOS's limit until restart: {command}")
+
+
+def _read(name: str) -> tuple[str, Shape, int]:
+    """The model's name, its shape, and its weights' bytes. Raises ModelError."""
+    ref = resolve(name)
+    path = ref.path or _fetched(ref.name)
+    if path.is_dir() and not any(WEIGHTS.fullmatch(file.name) for file in path.iterdir()):
+        config = Config(ref.name, read_config(path))
+        shape = architecture(config).parse(config)
+        return ref.name, shape, _weights_bytes(config, shape)
+    from tqchat.models.checkpoint import describe
+
+    found = describe(path)
+    config = Config(ref.name, found.config)
+    return ref.name, architecture(config).parse(config), found.weights_bytes
+
+
+def _fetched(name: str) -> Path:
+    from tqchat.models.find import installed
+
+    for model in installed():
+        if model.name == name:
+            return model.path
+    raise ModelError(f"{name} is not on this machine: tqchat pull {name}")
+
+
+def _weights_bytes(config: Config, shape: Shape) -> int:
+    """From the config alone: 16 bits, or MLX's quantisation with its two 16-bit numbers a group."""
+    quantization = config.get("quantization") or {}
+    bits = quantization.get("bits", 16)
+    if quantization:
+        bits += 32 / quantization.get("group_size", 64)
+    return int(shape.n_parameters * bits / 8)
+
+
+def _lengths(context: int) -> list[int]:
+    lengths = [n for n in (1 << 10, 1 << 14, 1 << 16, 1 << 17) if n < context]
+    return [*lengths, context]
+
+
+def _mac(memory: int) -> Limit:
+    return Limit(
+        int(memory * DEFAULT_SHARE), max(int(memory * DEFAULT_SHARE), memory - SYSTEM_RESERVE)
+    )
+
+
+def _device() -> Limit:
+    import mlx.core as mx
+
+    from tqchat.engine.memory import machine_memory, measure
+
+    limit = measure(0, 0).limit
+    if mx.metal.is_available():
+        return Limit(limit, max(limit, machine_memory() - SYSTEM_RESERVE))
+    return Limit(limit, limit)
+
+
+def _sysctl(total: int, limit: Limit) -> str | None:
+    """The command that makes room for `total`, where the limit's setting is what stops it."""
+    if not limit.default < total <= limit.raised:
+        return None
+    return f"sudo sysctl iogpu.wired_limit_mb={limit.raised >> 20}"
+
+
+def _size(text: str) -> int:
+    """Memory as it is sold: GB means 2**30 bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])i?B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 64GB")
+    scale = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[match[2].upper()]
+    return int(float(match[1]) * scale)
+
+
+def _show(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / (1 << 20):.0f} MiB"
