@@ -35,7 +35,7 @@ from tqchat.tui.commands import COMMANDS, Command, Unknown, find
 from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
 from tqchat.tui.figures import rate_text, seconds_text
 from tqchat.tui.state import Figures, Progress
-from tqchat.tui.terminal import keep_pastes_whole
+from tqchat.tui.terminal import use_terminal_parser
 from tqchat.tui.text import clean_line
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
 from tqchat.tui.widgets.conversation import Conversation
@@ -396,6 +396,7 @@ class ChatApp(App[int]):
         assert turn is not None
         self._draw_text()
         self._turn = self._reading = None
+        self._hint = ("", 0.0)
         if reason == "stopped" and not text:
             self._take_back(turn)
         else:
@@ -655,12 +656,12 @@ def run(
         from tqchat.engine.engine import Engine
         from tqchat.models.find import BUILTIN, last_used
 
-        chosen = model or last_used()
+        name = model or last_used() or BUILTIN
         engine = Engine(options)
         engine.start()
-        return Opened(engine, chosen or BUILTIN, suggest_larger=chosen is None)
+        return Opened(engine, name, suggest_larger=model is None and name == BUILTIN)
 
-    keep_pastes_whole()
+    use_terminal_parser()
     app = ChatApp(open_engine, Settings(system, sampling, max_tokens))
     try:
         code = app.run()

@@ -10,6 +10,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
+from tqchat.tui.parser import parser
+
 Kind = Literal["text", "item", "fence", "table"]
 
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`]*$)|~{3,})")
@@ -17,7 +19,9 @@ _ITEM = re.compile(r"( {0,3})([-+*]|(\d{1,9})[.)])( {1,4}(?=\S)|(?=\s|$))")
 _RULE = re.compile(r" {0,3}([-_*])[ \t]*(?:\1[ \t]*){2,}$")
 # Markers that could still become anything: shown once it is clear what they are.
 _UNDECIDED = re.compile(r"\s*(?:[-=+*_#>]{1,3}|\d{1,3}[.)]?|`{1,2}|~{1,2})\s*")
+_QUOTE = re.compile(r" {0,3}>")
 _HEADING = re.compile(r" {0,3}#{1,6}(\s|$)")
+_ENDING = re.compile(rf" {{0,3}}(?:=+|-+)\s*$|{_RULE.pattern}|{_HEADING.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,10 @@ class Chunk:
     number: int | None = None
 
 
+def _starts_block(line: str) -> bool:
+    return any(start.match(line) for start in (_FENCE, _HEADING, _RULE, _QUOTE))
+
+
 class Splitter:
     def __init__(self) -> None:
         self._partial = ""
@@ -42,6 +50,7 @@ class Splitter:
         self._fence = ""  # the marker that opened the fence we are in
         self._indent = 0  # columns an item's content is indented by
         self._marker = ""  # the last item's bullet, or the delimiter after its number
+        self._lazy = False  # the last line goes on with a paragraph it is not marked to be in
         self._started = False
         self._closed: list[Chunk] = []
 
@@ -111,19 +120,36 @@ class Splitter:
         if not self._lines:
             return False
         indent = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip(" "))
-        if self._kind == "item":
-            if indent >= self._indent:
-                return True
-            if self._blank or _ITEM.match(line):
+        in_quote = bool(_QUOTE.match(self._lines[0]))
+        if self._kind == "item" or in_quote:
+            if _QUOTE.match(line) if in_quote else indent >= self._indent:
+                self._lazy = False
+                return not self._blank or not in_quote
+            if self._blank or _ITEM.match(line) or _starts_block(line):
                 return False
-        elif self._blank:
+            self._lazy = self._lazy or self._is_lazy(line)
+            return self._lazy
+        if self._is_complete():
+            return False
+        if self._blank:
             # Indented code goes on over blank lines.
             return indent >= 4 and self._lines[0].startswith(("    ", "\t"))
-        elif _RULE.match(line):
+        if _RULE.match(line):
             return True  # it may underline a heading
-        elif (item := _ITEM.match(line)) and item.group(4) and item.group(3) in (None, "1"):
+        if (item := _ITEM.match(line)) and item.group(4) and item.group(3) in (None, "1"):
             return False  # the items that may interrupt a paragraph
-        return not (_FENCE.match(line) or _HEADING.match(line) or _RULE.match(line))
+        return not _starts_block(line)
+
+    def _is_complete(self) -> bool:
+        """Whether the open chunk ends in a heading or a rule, which takes one line."""
+        if not _ENDING.match(self._lines[-1]):
+            return False
+        return parser().parse("\n".join(self._lines))[-1].type in ("heading_close", "hr")
+
+    def _is_lazy(self, line: str) -> bool:
+        """Whether a line goes on with a paragraph of the open item or quote, unmarked."""
+        tokens = parser().parse("\n".join([*self._lines, line]))
+        return tokens[-1].type.endswith(("list_close", "blockquote_close"))
 
     def _start(self, line: str) -> None:
         previous, blank, marker, number = self._kind, self._blank, self._marker, self._number
@@ -132,6 +158,7 @@ class Splitter:
         self._gap = self._started
         self._number = None
         self._kind = "text"
+        self._lazy = False
         self._lines = [line]
         if fence := _FENCE.match(line):
             self._kind = "fence"

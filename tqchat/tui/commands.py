@@ -50,7 +50,7 @@ class Unknown:
     @property
     def message(self) -> str:
         instead = f"Did you mean /{self.nearest.name}?" if self.nearest else "/help lists them all."
-        return f"There is no /{self.name}. {instead} (To send it as text, put a space before it.)"
+        return f"No command /{self.name}. {instead} (A space before it sends it as text.)"
 
 
 def find(text: str) -> Command | Unknown | None:

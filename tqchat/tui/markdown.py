@@ -1,6 +1,5 @@
 """Markdown to lines of styled text. One piece (see `chunks`) at a time, no widget involved."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,11 +8,11 @@ from rich.cells import cell_len
 from textual.content import Content, Span
 
 from tqchat.tui.chunks import Chunk, Splitter
+from tqchat.tui.parser import parser
 from tqchat.tui.rows import EMPTY, Block, Line, Row, Rule, lines, rows_of
 from tqchat.tui.text import clean, clean_line
 
 if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
     from markdown_it.tree import SyntaxTreeNode
 
 CODE_FILL = "on $code"
@@ -23,16 +22,6 @@ _LONGEST_HIGHLIGHTED = 60_000
 _BULLETS = "•◦▪"
 _HEADINGS = {1: "bold $primary", 2: "bold $primary", 3: "bold $text"}
 _INLINE = {"strong": "bold", "em": "italic", "s": "strike"}
-
-
-@functools.cache
-def _parser() -> "MarkdownIt":
-    from markdown_it import MarkdownIt
-
-    # HTML is shown as it is written. So are link definitions: the link may be in another piece.
-    parser = MarkdownIt("commonmark", {"html": False})
-    parser.enable(["table", "strikethrough"])
-    return parser.disable(["reference", "html_block", "html_inline"])
 
 
 def render(text: str) -> list[Block]:
@@ -50,7 +39,7 @@ def render_chunk(chunk: Chunk) -> list[Block]:
         return [*blocks, *lines(chunk.text)]
     from markdown_it.tree import SyntaxTreeNode
 
-    tree = SyntaxTreeNode(_parser().parse(chunk.text))
+    tree = SyntaxTreeNode(parser().parse(chunk.text))
     return blocks + _Renderer(chunk.number).blocks(tree.children, _Margin())
 
 

@@ -15,9 +15,16 @@ from textual._xterm_parser import (
 )
 from textual.message import Message
 
+_MODIFIED_ENTER = {
+    "\x1b\r": "alt+enter",
+    "\x1b[27;2;13~": "shift+enter",
+    "\x1b[27;3;13~": "alt+enter",
+}
 
-class PasteParser(XTermParser):
-    """Takes everything between the marks of a bracketed paste as it is."""
+
+class TerminalParser(XTermParser):
+    """Takes everything between the marks of a bracketed paste as it is, and knows the ways in which
+    terminals send Enter with a modifier."""
 
     def __init__(self, debug: bool = False) -> None:
         self._seen = ""
@@ -33,6 +40,11 @@ class PasteParser(XTermParser):
                 data = yield from self._outside(data)
             else:
                 data = yield from self._inside(data, self._pasted)
+
+    def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
+        if key := _MODIFIED_ENTER.get(sequence):
+            return [events.Key(key, None)]
+        return super()._sequence_to_key_events(sequence, alt)
 
     def _outside(self, data: str) -> Generator[Message, None, str]:
         """Parses up to the mark that starts a paste; returns what comes after it."""
@@ -67,8 +79,8 @@ class PasteParser(XTermParser):
         return data[at + len(BRACKETED_PASTE_END) :]
 
 
-def keep_pastes_whole() -> None:
-    """Makes Textual's terminal drivers use `PasteParser`."""
+def use_terminal_parser() -> None:
+    """Makes Textual's terminal drivers use `TerminalParser`."""
     from textual.drivers import linux_driver
 
-    linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]
+    linux_driver.XTermParser = TerminalParser  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 
+from textual.color import Color, ColorParseError
 from textual.theme import Theme
 
 DARK = "tq-dark"
@@ -26,6 +27,7 @@ VARIABLES = {
     "memory-weights": "$primary",
     "memory-kv": "$accent",
     "memory-other": "$secondary",
+    "memory-elsewhere": "$foreground 35%",
 }
 """The colours that the screen uses beside Textual's own; a theme's [variables] may set any."""
 
@@ -39,7 +41,20 @@ def complete(colours: dict[str, str]) -> dict[str, str]:
     return {**made, **colours}
 
 
-_FIELDS = {field.name: field.type for field in dataclasses.fields(Theme)}
+_FIELDS = {field.name for field in dataclasses.fields(Theme)}
+_COLOURS = (
+    "primary",
+    "secondary",
+    "warning",
+    "error",
+    "success",
+    "accent",
+    "foreground",
+    "background",
+    "surface",
+    "panel",
+    "boost",
+)
 
 
 class ThemeError(ValueError):
@@ -52,15 +67,29 @@ def read(file: Traversable) -> Theme:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ThemeError(f"theme {file.name}: {error}") from error
-    if unknown := sorted(values.keys() - _FIELDS.keys()):
+    if unknown := sorted(values.keys() - _FIELDS):
         raise ThemeError(f"theme {file.name}: unknown key {unknown[0]!r}")
     values.setdefault("name", file.name.removesuffix(".toml"))
     try:
         theme = Theme(**values)
-        theme.to_color_system().generate()
+        for name in _COLOURS:
+            _check_colour(name, getattr(theme, name))
+        for name in VARIABLES.keys() & theme.variables.keys():
+            _check_colour(name, theme.variables[name])
+        complete({**theme.to_color_system().generate(), **theme.variables})
     except (TypeError, ValueError, AttributeError) as error:
         raise ThemeError(f"theme {file.name}: {error}") from error
     return theme
+
+
+def _check_colour(name: str, value: object) -> None:
+    """A colour as CSS writes it, perhaps with a strength: "#8ab4f8 60%". Raises ValueError."""
+    if value is None:
+        return
+    try:
+        Color.parse(str(value).split()[0])
+    except (ColorParseError, IndexError):
+        raise ValueError(f"{name} = {value!r} is not a colour") from None
 
 
 def read_all(folder: Traversable) -> tuple[list[Theme], Sequence[str]]:

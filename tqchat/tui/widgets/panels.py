@@ -5,6 +5,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
 
+from tqchat.engine.events import Memory
 from tqchat.tui.figures import bar, bytes_text, rate_text, seconds_text, sparkline, stacked_bar
 from tqchat.tui.state import Figures
 
@@ -95,16 +96,11 @@ class MemoryPanel(Panel):
         if memory is None or not memory.limit:
             return [_big("-", ""), bar(0, WIDTH)]
         value, unit = bytes_text(memory.free).split(" ")
-        parts = [
-            ("weights", memory.weights, "$memory-weights"),
-            ("KV cache", memory.kv, "$memory-kv"),
-            ("other", memory.other, "$memory-other"),
-        ]
         lines = [
             _big(value, f"{unit} free", f"of {bytes_text(memory.limit)}"),
-            _memory_bar(figures, WIDTH),
+            _memory_bar(memory, WIDTH),
         ]
-        for name, size, style in parts:
+        for name, size, style in _memory_parts(memory):
             figure = bytes_text(size)
             lines.append(
                 Content.assemble(("■ ", style), (name, "$text-muted"))
@@ -113,20 +109,24 @@ class MemoryPanel(Panel):
         return lines
 
 
-def _memory_bar(figures: Figures, width: int) -> Content:
-    """Weights, KV and other, then what is free; in a warning colour once that is little."""
-    memory = figures.memory
+def _memory_parts(memory: Memory) -> list[tuple[str, int, str]]:
+    """What takes memory: name, bytes, colour. The last is what other programs hold of the limit."""
+    ours = memory.weights + memory.kv + memory.other
+    return [
+        ("weights", memory.weights, "$memory-weights"),
+        ("KV cache", memory.kv, "$memory-kv"),
+        ("other", memory.other, "$memory-other"),
+        ("elsewhere", max(memory.limit - memory.free - ours, 0), "$memory-elsewhere"),
+    ]
+
+
+def _memory_bar(memory: Memory | None, width: int) -> Content:
+    """All that takes memory, then what is free: in a warning colour once that is little."""
     if memory is None or not memory.limit:
         return bar(0, width)
+    shares = [(size / memory.limit, style) for _, size, style in _memory_parts(memory)]
     tight = memory.free / memory.limit < _TIGHT
-    # What other programs take of the limit counts as other here.
-    other = max(memory.limit - memory.free - memory.weights - memory.kv, memory.other)
-    parts = [
-        (memory.weights / memory.limit, "$memory-weights"),
-        (memory.kv / memory.limit, "$memory-kv"),
-        (other / memory.limit, "$memory-other"),
-    ]
-    return stacked_bar(parts, width, "$error" if tight else "$track")
+    return stacked_bar(shares, width, "$error" if tight else "$track")
 
 
 class SidePanel(Vertical):
@@ -176,7 +176,7 @@ class CompactStatus(Static):
         if memory is not None and memory.limit:
             below += [
                 ("   memory ", "$text-muted"),
-                _memory_bar(figures, 12),
+                _memory_bar(memory, 12),
                 f" {bytes_text(memory.free)}",
                 (" free", "$text-muted"),
             ]

@@ -26,10 +26,7 @@ class Prompt(TextArea):
     """A text box that grows with its text."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "send", show=False, priority=True),
-        Binding("ctrl+j,shift+enter,alt+enter", "newline", "newline", show=False, priority=True),
-        Binding("ctrl+d", "delete_or_leave", "leave", show=False),
-        Binding("tab", "complete", "complete", show=False, priority=True),
+        Binding("ctrl+d", "delete_or_leave", show=False),
         Binding("up", "up", show=False),
         Binding("down", "down", show=False),
     ]
@@ -69,12 +66,28 @@ class Prompt(TextArea):
         self.text = f"{shown}\n{self.text}" if self.text.strip() else shown
         self.move_cursor(self.document.end)
 
+    async def _on_key(self, event: events.Key) -> None:
+        # Not bindings: those of Enter would run before the characters typed just before it are in.
+        match event.key:
+            case "enter":
+                act = self._send
+            case "ctrl+j" | "shift+enter" | "alt+enter":
+                act = self._new_line
+            case "tab" if self._menu.display:
+                act = self._complete
+            case _:
+                await super()._on_key(event)
+                return
+        event.stop()
+        event.prevent_default()
+        act()
+
     # Sending, history, completion
 
-    def action_send(self) -> None:
+    def _send(self) -> None:
         if command := self._menu.chosen(self.text):
             self.text = f"/{command.name}"
-        shown = self.text
+        shown = self.text.strip("\n").rstrip()
         if not shown.strip():
             return
         if not self._history or self._history[-1] != shown:
@@ -84,10 +97,10 @@ class Prompt(TextArea):
         self.history.clear()
         self.post_message(self.Sent(self.full_text(shown), shown))
 
-    def action_newline(self) -> None:
+    def _new_line(self) -> None:
         self._replace_via_keyboard("\n", *self.selection)
 
-    def action_complete(self) -> None:
+    def _complete(self) -> None:
         if command := self._menu.chosen(self.text):
             self.text = f"/{command.name}"
             self.move_cursor(self.document.end)
