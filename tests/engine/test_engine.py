@@ -225,6 +225,13 @@ def test_stop_with_nothing_to_stop(folder: Path, started: Callable[..., Engine])
     assert ask(engine, "Hello").reason == "length"
 
 
+def test_what_a_long_conversation_takes(folder: Path, started: Callable[..., Engine]) -> None:
+    cache = ask(started(folder), "x" * 4096).cache
+    assert cache.tokens > 4096
+    assert cache.kv_bytes <= 0.34 * cache.kv_bytes_fp16
+    assert cache.kv_bytes_allocated <= 0.37 * cache.kv_bytes_fp16
+
+
 @pytest.mark.parametrize("kv", ["int4", "fp16"])
 def test_clear_frees_the_cache(folder: Path, started: Callable[..., Engine], kv: str) -> None:
     engine = started(folder, kv=kv)

@@ -60,5 +60,6 @@ def test_the_int4_cache_predicts_as_the_16_bit_one(
     with capsys.disabled():
         print(f"\n  together: KL {np.mean(divergence):.4f}, top-1 {np.mean(agreement):.1%}")
     assert len(divergence) == len(TEXTS) * (N_TOKENS - SCORED_FROM)
-    assert np.mean(divergence) <= 0.006
-    assert np.mean(agreement) >= 0.955
+    # Measured: 0.0010 and 98.4%. With no 16-bit tail and sink it would be 0.0044 and 95.6%.
+    assert np.mean(divergence) <= 0.002
+    assert np.mean(agreement) >= 0.975
