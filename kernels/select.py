@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from tqchat.kernels.backend import Backend
+from tqchat.kernels.metal.backend import Metal
 
 
 def select(dtype: mx.Dtype, threads: int | None = None) -> Backend:
@@ -14,6 +15,8 @@ def select(dtype: mx.Dtype, threads: int | None = None) -> Backend:
     """
     if mx.default_device().type == mx.cpu:
         return _cpu(threads)
+    if mx.metal.is_available():
+        return Metal(mx.float16 if dtype == mx.float32 else dtype)
     return Backend(mx.float16 if dtype == mx.float32 else dtype)
 
 

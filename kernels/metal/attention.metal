@@ -10,6 +10,18 @@
 // matrices of float. K's scale is folded into Q, its zero into one number per row; V is multiplied
 // out. Scores are in units of log2.
 
+// How a query looks at the cache.
+struct Options {
+  int n_splits;
+  int window;  // tokens a query sees, itself included; 0: all
+  float query_scale;
+  float softcap;  // score = softcap * tanh(score); 0: none
+};
+
+inline Options make_options(const constant int* x) {
+  return {x[0], x[1], as_type<float>(x[2]), as_type<float>(x[3])};
+}
+
 // A running maximum may lag behind by this much (in log2) before the sums are rescaled: 2^8 is far
 // from the end of float's range.
 constant constexpr float SLACK = 8.0f;
@@ -337,7 +349,8 @@ void attend(
     const device uint* tiles,
     const device T* tail_k,
     const device T* tail_v,
-    View view,
+    Lengths held,
+    Options options,
     int n_rows,
     int n_tokens,
     int capacity,
@@ -358,46 +371,46 @@ void attend(
     const uint channel = 32 * (f / 4) + 8 * pair + f % 4;
     float2 x = float2(0.0f);
     if (r < n_rows) x = float2(float(q[r * D + channel]), float(q[r * D + channel + 4]));
-    query[i * 32 + at.lane] = x * view.query_scale;
+    query[i * 32 + at.lane] = x * options.query_scale;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const int sealed = BLOCK * view.n_blocks, length = view.n_sink + sealed + view.n_tail;
+  const int sealed = BLOCK * held.n_blocks, length = held.n_sink + sealed + held.n_tail;
   Range ranges[ROWS];
   UNROLL
   for (int a = 0; a < ROWS; a++) {
     const int token = (first_row + 8 * a + int(row)) % n_tokens;
     ranges[a].last = length - n_tokens + token;
-    ranges[a].first = view.window > 0 ? ranges[a].last - view.window + 1 : 0;
+    ranges[a].first = options.window > 0 ? ranges[a].last - options.window + 1 : 0;
   }
   // What the first query token sees first, and the last query token no longer.
-  const int seen = view.window > 0 ? length - n_tokens - view.window + 1 : 0;
-  const int unseen = view.window > 0 ? length - view.window : 0;
-  const int first_block = max(0, min(view.n_blocks, (seen - view.n_sink) / BLOCK));
+  const int seen = options.window > 0 ? length - n_tokens - options.window + 1 : 0;
+  const int unseen = options.window > 0 ? length - options.window : 0;
+  const int first_block = max(0, min(held.n_blocks, (seen - held.n_sink) / BLOCK));
 
-  const int dense = view.n_sink + view.n_tail;
-  const int n_blocks = view.n_blocks - first_block, units = n_blocks + (dense + 31) / 32;
-  const int begin = units * at.split / view.n_splits;
-  const int end = units * (at.split + 1) / view.n_splits;
+  const int dense = held.n_sink + held.n_tail;
+  const int n_blocks = held.n_blocks - first_block, units = n_blocks + (dense + 31) / 32;
+  const int begin = units * at.split / options.n_splits;
+  const int end = units * (at.split + 1) / options.n_splits;
 
   const Dense<T, D> k = {sink_k + at.head * sink_capacity * D, tail_k + at.head * tail_capacity * D,
-                         view.n_sink, dense};
+                         held.n_sink, dense};
   const Dense<T, D> v = {sink_v + at.head * sink_capacity * D, tail_v + at.head * tail_capacity * D,
-                         view.n_sink, dense};
+                         held.n_sink, dense};
   const device uint4* head_tiles = (const device uint4*)tiles + ulong(at.head) * capacity * (10 * D / 4);
   threadgroup uint* own = scratch + at.simdgroup * scratch_words(D, DV);
   Rows<D, DV, ROWS> rows;
   rows.clear();
   for (int unit = begin + int(at.simdgroup); unit < end; unit += SIMDGROUPS) {
     if (unit < n_blocks) {
-      const int block = first_block + unit, position = view.n_sink + BLOCK * block;
+      const int block = first_block + unit, position = held.n_sink + BLOCK * block;
       const bool is_masked = position < unseen || position + BLOCK - 1 > length - n_tokens;
       attend_block<D, DV, ROWS>(
           rows, head_tiles + ulong(block) * (10 * D / 4), query, own, ranges, is_masked, position,
-          view.softcap, at.part, at.lane);
+          options.softcap, at.part, at.lane);
     } else {
       attend_dense<D, DV, ROWS>(
-          rows, k, v, query, ranges, 32 * (unit - n_blocks), sealed, view.softcap, at.part,
+          rows, k, v, query, ranges, 32 * (unit - n_blocks), sealed, options.softcap, at.part,
           at.lane);
     }
   }

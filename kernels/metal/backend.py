@@ -17,13 +17,16 @@ from typing import Any
 import mlx.core as mx
 
 from tqchat.kernels.backend import Array, Backend
-from tqchat.kernels.layout import BLOCK, GROUP, SINK, TAIL_CAPACITY, tile_words
+from tqchat.kernels.layout import BLOCK, GROUP, SINK, TAIL_MIN, tile_words
 from tqchat.kernels.view import KVView
 
 LOG2E = 1.4426950408889634
 
 SIMDGROUPS = 4
 """Per threadgroup of pass 1. More would not fit into threadgroup memory at head_dim 512."""
+
+MAX_HEAD_DIM = 512
+"""Larger ones need more than the 32 KB of threadgroup memory there are."""
 
 MAX_SPLITS = 32
 """Pass 2 weighs one split per lane."""
@@ -33,21 +36,23 @@ MAX_SPLITS = 32
 CORES = {"p": 6, "g": 16, "s": 32, "d": 64}
 THREADGROUPS_PER_CORE = 3
 
-MOST_DENSE_UNITS = -(-(SINK + TAIL_CAPACITY) // BLOCK)
+DENSE_UNITS = -(-(SINK + TAIL_MIN) // BLOCK)
+"""Blocks that sink and tail take at least, once anything is sealed."""
 
 # What the kernel functions are called with. A threadgroup variable may only be declared here.
 ATTEND = """
   threadgroup float2 query[ROWS * (D / 8) * 32];
   threadgroup uint scratch[SIMDGROUPS * scratch_words(D, DV)];
   threadgroup float2 row_statistics[SIMDGROUPS * ROWS * 8];
-  const View view = make_view(settings);
+  const Lengths held = make_lengths(lengths);
+  const Options view = make_options(options);
   const uint3 group = threadgroup_position_in_grid;
   const Place at = {group.y, group.x / (D / DV), group.x % (D / DV), group.z,
                     simdgroup_index_in_threadgroup, thread_index_in_simdgroup};
   const int n_tokens = q_shape[1], n_rows = q_shape[0] / sink_k_shape[0] * n_tokens;
   RESULTS
   attend<D, DV, ROWS, SIMDGROUPS>(
-      q, sink_k, sink_v, tiles, tail_k, tail_v, view, n_rows, n_tokens, tiles_shape[1],
+      q, sink_k, sink_v, tiles, tail_k, tail_v, held, view, n_rows, n_tokens, tiles_shape[1],
       sink_k_shape[1], tail_k_shape[1], at, query, scratch, row_statistics, results);
 """
 ATTEND_SPLIT = ATTEND.replace(
@@ -73,23 +78,28 @@ SEAL = """
   seal<D>(k + block * BLOCK * D, v + block * BLOCK * D, tiles + block * 10 * D, channel);
 """
 GATHER = """
-  const View view = make_view(settings);
+  const Lengths held = make_lengths(lengths);
   const uint channel = thread_position_in_grid.x, head = thread_position_in_grid.z;
-  const int position = thread_position_in_grid.y, token = position - view.n_sink;
-  const int sealed = BLOCK * view.n_blocks;
+  const int position = thread_position_in_grid.y, token = position - held.n_sink;
+  const int sealed = BLOCK * held.n_blocks;
   const ulong to = (ulong(head) * threads_per_grid.y + position) * D + channel;
   if (token < 0) {
     const uint from = (head * sink_k_shape[1] + position) * D + channel;
-    k[to] = sink_k[from];
-    v[to] = sink_v[from];
+    k[to] = T(sink_k[from]);
+    v[to] = T(sink_v[from]);
   } else if (token < sealed) {
     const ulong block = ulong(head) * tiles_shape[1] + token / BLOCK;
     k[to] = T(k_element<D>(tiles + block * 10 * D, token % BLOCK, channel));
     v[to] = T(v_element<D>(tiles + block * 10 * D, token % BLOCK, channel));
-  } else {
+  } else if (token < sealed + held.n_tail) {
     const uint from = (head * tail_k_shape[1] + token - sealed) * D + channel;
-    k[to] = tail_k[from];
-    v[to] = tail_v[from];
+    k[to] = T(tail_k[from]);
+    v[to] = T(tail_v[from]);
+  } else {
+    const ulong from =
+        (ulong(head) * new_k_shape[1] + token - sealed - held.n_tail) * D + channel;
+    k[to] = T(new_k[from]);
+    v[to] = T(new_v[from]);
   }
 """
 
@@ -117,7 +127,7 @@ def _include(paths: Sequence[Path]) -> str:
 @functools.cache
 def _opens_files() -> bool:
     header = _include([Path(__file__).parent / "tile.metal"])
-    kernel = mx.fast.metal_kernel("tqchat_include", [], ["out"], "out[0] = BLOCK;", header)
+    kernel: Any = mx.fast.metal_kernel("tqchat_include", [], ["out"], "out[0] = BLOCK;", header)
     try:
         out = kernel(
             inputs=[],
@@ -160,10 +170,16 @@ def split_count(units: int, threadgroups: int, cores: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _settings(*values: float) -> mx.array:
-    """Integers and, behind them, two floats by their bits; the same array for all layers."""
-    floats = struct.unpack("ii", struct.pack("ff", *values[5:]))
-    return mx.array([*map(int, values[:5]), *floats], dtype=mx.int32)
+def _lengths(n_sink: int, n_blocks: int, n_tail: int, n_new: int) -> mx.array:
+    """The same array for all layers."""
+    return mx.array([n_sink, n_blocks, n_tail, n_new], dtype=mx.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _options(n_splits: int, window: int, query_scale: float, softcap: float) -> mx.array:
+    """Two integers and the bits of two floats."""
+    floats = struct.unpack("ii", struct.pack("ff", query_scale, softcap))
+    return mx.array([n_splits, window, *floats], dtype=mx.int32)
 
 
 class Metal(Backend):
@@ -171,6 +187,8 @@ class Metal(Backend):
 
     make_kernel: `mx.fast.metal_kernel`, or what tests put in its place.
     cores: of the GPU; None: by the architecture's name.
+    compile_ahead: at the first step of a shape, when the engine warms up, compile what only longer
+        contexts use as well.
     """
 
     name = "Metal kernels"
@@ -182,19 +200,28 @@ class Metal(Backend):
         *,
         make_kernel: Callable[..., Any] = mx.fast.metal_kernel,
         cores: int | None = None,
+        compile_ahead: bool = True,
     ) -> None:
         super().__init__(dtype, cache_dtype)
         if cores is None:
             architecture = str(mx.device_info().get("architecture", ""))
             cores = CORES.get(architecture[-1:], CORES["g"])
         self._cores = cores
-        cache = ["sink_k", "sink_v", "tiles", "tail_k", "tail_v", "settings"]
+        cache = ["sink_k", "sink_v", "tiles", "tail_k", "tail_v", "lengths"]
         attention = _header("tile.metal", "merge.metal", "attention.metal")
         self._attend_split = make_kernel(
-            "tqchat_attend_split", ["q", *cache], ["partial", "statistics"], ATTEND_SPLIT, attention
+            "tqchat_attend_split",
+            ["q", *cache, "options"],
+            ["partial", "statistics"],
+            ATTEND_SPLIT,
+            attention,
         )
         self._attend_whole = make_kernel(
-            "tqchat_attend_whole", ["q", *cache, "logits"], ["out"], ATTEND_WHOLE, attention
+            "tqchat_attend_whole",
+            ["q", *cache, "options", "logits"],
+            ["out"],
+            ATTEND_WHOLE,
+            attention,
         )
         self._merge = make_kernel(
             "tqchat_merge",
@@ -205,7 +232,11 @@ class Metal(Backend):
         )
         cached = _header("tile.metal", "cache.metal")
         self._seal = make_kernel("tqchat_seal", ["k", "v"], ["tiles"], SEAL, cached)
-        self._gather = make_kernel("tqchat_gather", cache, ["k", "v"], GATHER, cached)
+        self._gather = make_kernel(
+            "tqchat_gather", [*cache, "new_k", "new_v"], ["k", "v"], GATHER, cached
+        )
+        self._compile_ahead = compile_ahead
+        self._compiled: set[tuple[int, int, int]] = set()
         self._no_logits = mx.zeros(8)
         self._no_tiles = mx.zeros((1, 1, 8), mx.uint32)
 
@@ -220,28 +251,66 @@ class Metal(Backend):
         window: int | None = None,
     ) -> Array:
         n_heads, tokens, dim = q.shape
+        if dim > MAX_HEAD_DIM:
+            return super().attend(q, view, scale, softcap=softcap, sinks=sinks, window=window)
         n_kv_heads = view.sink_k.shape[0]
-        units = -(-(view.n_sink + view.n_tail) // BLOCK) + view.n_blocks
+        if self._compile_ahead and (n_heads, n_kv_heads, dim) not in self._compiled:
+            self._compiled.add((n_heads, n_kv_heads, dim))
+            self._compile(n_heads, n_kv_heads, dim, q.dtype)
+        n_blocks, lengths = view.n_blocks, view.lengths
+        if lengths is None:
+            lengths = _lengths(view.n_sink, n_blocks, view.n_tail, 0)
+        else:
+            n_blocks = view.tiles.shape[1]
         if window is not None:
-            units = min(units, -(-(window + tokens) // BLOCK) + 1 + MOST_DENSE_UNITS)
+            n_blocks = min(n_blocks, -(-(window + tokens) // BLOCK))
         plan = _plan(
-            n_heads, n_kv_heads, tokens, dim, units, self._cores, sinks is not None, q.dtype
+            n_heads,
+            n_kv_heads,
+            tokens,
+            dim,
+            n_blocks + DENSE_UNITS,
+            self._cores,
+            sinks is not None,
+            q.dtype,
         )
-        settings = _settings(
-            view.n_sink,
-            view.n_blocks,
-            view.n_tail,
+        options = _options(
             plan.n_splits,
             window or 0,
             scale * LOG2E if softcap is None else scale / softcap,
             0.0 if softcap is None else softcap * LOG2E,
         )
         logits = self._no_logits if sinks is None else sinks
-        cache = self._buffers(view)
+        inputs = [q, *self._buffers(view), lengths, options]
         if plan.merge is None:
-            return self._attend_whole(inputs=[q, *cache, settings, logits], **plan.attend)[0]
-        partial, statistics = self._attend_split(inputs=[q, *cache, settings], **plan.attend)
+            return self._attend_whole(inputs=[*inputs, logits], **plan.attend)[0]
+        partial, statistics = self._attend_split(inputs=inputs, **plan.attend)
         return self._merge(inputs=[partial, statistics, logits], **plan.merge)[0]
+
+    def _compile(self, n_heads: int, n_kv_heads: int, dim: int, dtype: mx.Dtype) -> None:
+        """Run every kernel once, on a short cache and on one long enough to be split."""
+        q = mx.zeros((n_heads, 1, dim), dtype)
+        few = mx.zeros((n_kv_heads, BLOCK, dim), self.cache_dtype)
+        one = self.seal(few, few)
+        for n_blocks in (1, 2 * SIMDGROUPS):
+            tiles = mx.repeat(one, n_blocks, axis=1)
+            view = KVView(few, few, tiles, few, few, 0, n_blocks, BLOCK)
+            mx.eval(self.attend(q, view, 1.0), self._held(view))
+
+    def attend_chunk(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        k, v = self._gathered(view, k, v, k.shape[1])
+        return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
 
     def seal(self, k: Array, v: Array) -> Array:
         heads, tokens, dim = k.shape
@@ -258,24 +327,28 @@ class Metal(Backend):
 
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         heads, n, words = tiles.shape
-        none = mx.zeros((heads, TAIL_CAPACITY, words // 10), self.dtype)
+        none = mx.zeros((heads, 1, words // 10), self.dtype)
         return self._held(KVView(none, none, tiles, none, none, 0, n, 0))
 
     def _held(self, view: KVView) -> tuple[Array, Array]:
+        return self._gathered(view, view.tail_k, view.tail_v, 0)
+
+    def _gathered(self, view: KVView, k: Array, v: Array, n_new: int) -> tuple[Array, Array]:
+        """K and V of what is held, followed by the first n_new tokens of k and v, in one piece."""
         heads, _, dim = view.sink_k.shape
-        settings = _settings(view.n_sink, view.n_blocks, view.n_tail, 1, 0, 0.0, 0.0)
-        shape = (heads, view.length, dim)
-        if not view.length:
+        shape = (heads, view.length + n_new, dim)
+        if not shape[1]:
             return mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)
-        k, v = self._gather(
-            inputs=[*self._buffers(view), settings],
+        lengths = _lengths(view.n_sink, view.n_blocks, view.n_tail, n_new)
+        all_k, all_v = self._gather(
+            inputs=[*self._buffers(view), lengths, k, v],
             template=[("D", dim), ("T", self.dtype)],
-            grid=(dim, view.length, heads),
+            grid=(dim, shape[1], heads),
             threadgroup=(dim, 1, 1),
             output_shapes=[shape, shape],
             output_dtypes=[self.dtype, self.dtype],
         )
-        return k, v
+        return all_k, all_v
 
     def _buffers(self, view: KVView) -> list[Array]:
         tiles = view.tiles if view.tiles.size else self._no_tiles

@@ -43,15 +43,10 @@ inline float2 nibbles(uint word, uint i) {
   return float2(float((word >> (8 * i)) & 15u), float((word >> (8 * i + 4)) & 15u));
 }
 
-// How much of the cache's buffers is filled, and how a query looks at it: an array of integers.
-struct View {
-  int n_sink, n_blocks, n_tail, n_splits;
-  int window;        // tokens a query sees, itself included; 0: all
-  float query_scale;
-  float softcap;     // score = softcap * tanh(score); 0: none
+// How much of the cache's buffers is filled.
+struct Lengths {
+  int n_sink, n_blocks, n_tail;
+  int n_new;  // tokens not yet in the cache, behind the tail
 };
 
-inline View make_view(const constant int* settings) {
-  return {settings[0], settings[1], settings[2], settings[3], settings[4],
-          as_type<float>(settings[5]), as_type<float>(settings[6])};
-}
+inline Lengths make_lengths(const constant int* x) { return {x[0], x[1], x[2], x[3]}; }

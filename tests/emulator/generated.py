@@ -98,11 +98,12 @@ class EmulatedKernel:
         self.report = Report()
         """Of the last run."""
         self.generated = Generated("")
-        self._traced = mx.fast.metal_kernel(
+        self._traced: Any = mx.fast.metal_kernel(
             name=name, input_names=input_names, output_names=output_names, source=source,
             header=header, **options,
         )  # fmt: skip
-        self._kernels: dict[str, Kernel] = {}
+        self.compiled: dict[str, Kernel] = {}
+        """By source text."""
 
     def __call__(
         self,
@@ -125,14 +126,14 @@ class EmulatedKernel:
             call["template"] = template
         self.generated = generate(self._traced, call)
         source = self.edit(self.generated.source)
-        if source not in self._kernels:
-            self._kernels[source] = Kernel(
+        if source not in self.compiled:
+            self.compiled[source] = Kernel(
                 TYPES + source, self.generated.name, self.generated.template_arguments,
                 checked=self.checked,
             )  # fmt: skip
         first: list[Array] = []
         for order in self.orders:
-            outputs = self._run(self._kernels[source], order, arrays, call, init_value)
+            outputs = self._run(self.compiled[source], order, arrays, call, init_value)
             for name, a, b in zip(self.output_names, first, outputs, strict=False):
                 if a.tobytes() != b.tobytes():
                     raise KernelError(f"ORDER DEPENDENCE: '{name}' differs between lane orders")

@@ -136,10 +136,7 @@ def test_the_order_of_lanes_does_not_matter() -> None:
 
 
 # Their barriers, in the order of the text.
-BARRIERS = [("sdpa_vector", 0), ("sdpa_vector", 1), ("sdpa_vector", 2)] + [
-    ("sdpa_vector_2pass_2", 0),
-    ("sdpa_vector_2pass_2", 1),
-]
+BARRIERS = [("sdpa_vector", i) for i in range(3)] + [("sdpa_vector_2pass_2", i) for i in range(2)]
 
 
 @pytest.mark.parametrize(("kernel", "which"), BARRIERS)
@@ -152,7 +149,7 @@ def test_a_missing_barrier_is_found(kernel: str, which: int) -> None:
     without += "threadgroup_barrier(".join(parts[which + 1 :])
     source = source.replace(body, without)
     problem = CASES["float"]
-    with pytest.raises(KernelError, match="DATA RACE|UNINITIALISED"):
+    with pytest.raises(KernelError, match=r"DATA RACE|UNINITIALISED"):
         problem.one_pass(source) if kernel == "sdpa_vector" else problem.two_passes(source)
 
 

@@ -4,9 +4,11 @@ On a Mac they run on the GPU, elsewhere in the emulator, whose checks find races
 bounds and divergence as well: see tests/emulator/README.md.
 """
 
+import dataclasses
 import functools
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.emulator import EmulatedKernel, KernelError, lint
-from tqchat.kernels import BLOCK, GROUP, SINK, KVView, codec
+from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KVView, codec
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
 from tqchat.kernels.metal import backend as metal
 from tqchat.kernels.metal.backend import Metal
@@ -47,9 +49,13 @@ class Kernels:
         return self.made[name]
 
 
+def metal_backend(make_kernel: Any, dtype: mx.Dtype = mx.float16, cores: int = 8) -> Metal:
+    return Metal(dtype, make_kernel=make_kernel, cores=cores, compile_ahead=False)
+
+
 @functools.cache
-def backend(dtype: mx.Dtype = mx.float16, checked: bool = True) -> Metal:
-    return Metal(dtype, make_kernel=Kernels(checked=checked), cores=8)
+def backend(dtype: mx.Dtype = mx.float16) -> Metal:
+    return metal_backend(Kernels(checked=True), dtype)
 
 
 def exact(tiles: Array) -> tuple[Array, Array]:
@@ -153,7 +159,8 @@ class Problem:
         total = weights.sum(axis=-1, keepdims=True)
         if self.logits is not None:
             total += np.exp(float64(self.logits)[:, None, None] - highest)
-        return weights / total @ v
+        out: Array = weights / total @ v
+        return out
 
     def error(self, kernels: Metal) -> float:
         """The largest error, relative to the largest element; NaN if there is one in the result."""
@@ -265,23 +272,29 @@ def test_large_scores() -> None:
 
 @emulated
 def test_any_order_of_lanes_gives_the_same_bytes() -> None:
-    kernels = Metal(make_kernel=Kernels(checked=False, orders=(0, 1, 2, 3)), cores=8)
+    kernels = metal_backend(Kernels(checked=False, orders=(0, 1, 2, 3)))
     assert Problem(64, 12, 2, n_blocks=9, tokens=2).error(kernels) < TOLERANCE[mx.float16]
 
 
 @emulated
 @pytest.mark.parametrize("tree", [1, 2])
 def test_any_order_of_reductions(tree: int) -> None:
-    kernels = Metal(make_kernel=Kernels(checked=False, reduction_tree=tree), cores=8)
+    kernels = metal_backend(Kernels(checked=False, reduction_tree=tree))
     assert Problem(64, 12, 2, n_blocks=9, tokens=2).error(kernels) < TOLERANCE[mx.float16]
 
 
 # Llama 3.1 70B's attention, 4,096 tokens, on a chip of the size of a Max.
-LLAMA_70B = {"dim": 128, "n_heads": 64, "n_kv_heads": 8, "n_blocks": 125, "n_tail": 92}
+LLAMA_70B: dict[str, Any] = {
+    "dim": 128,
+    "n_heads": 64,
+    "n_kv_heads": 8,
+    "n_blocks": 125,
+    "n_tail": 92,
+}
 
 
 def test_realistic_size() -> None:
-    kernels = Metal(make_kernel=Kernels(checked=False), cores=32)
+    kernels = metal_backend(Kernels(checked=False), cores=32)
     assert Problem(**LLAMA_70B).error(kernels) < TOLERANCE[mx.float16]
 
 
@@ -289,7 +302,7 @@ def test_realistic_size() -> None:
 def test_every_byte_is_loaded_once() -> None:
     make = Kernels(checked=True)
     problem = Problem(**LLAMA_70B, spare=0)
-    problem.error(Metal(make_kernel=make, cores=32))
+    problem.error(metal_backend(make, cores=32))
     traffic = make.made["tqchat_attend_split"].report.traffic
     tiles = traffic["tiles"]
     assert tiles.distinct_read == problem.canonical.nbytes
@@ -321,7 +334,7 @@ def test_row_groups(n_heads: int, tokens: int, groups: int) -> None:
     """One simdgroup's registers hold 16 query rows of 128 channels; more rows load tiles again."""
     make = Kernels(checked=True)
     problem = Problem(128, n_heads, 1, n_blocks=9, tokens=tokens, spare=0)
-    problem.error(Metal(make_kernel=make, cores=8))
+    problem.error(metal_backend(make))
     tiles = make.made["tqchat_attend_split"].report.traffic["tiles"]
     assert tiles.read == groups * problem.canonical.nbytes
 
@@ -329,7 +342,7 @@ def test_row_groups(n_heads: int, tokens: int, groups: int) -> None:
 @emulated
 def test_growing_compiles_nothing_and_copies_nothing() -> None:
     make = Kernels(checked=True)
-    kernels = Metal(make_kernel=make, cores=8)
+    kernels = metal_backend(make)
     sources = set()
     for n_blocks, n_tail in ((9, 64), (9, 65), (40, 127), (200, 70)):
         Problem(64, 3, 1, n_blocks, n_tail).error(kernels)
@@ -339,11 +352,35 @@ def test_growing_compiles_nothing_and_copies_nothing() -> None:
     assert len(sources) == 1
 
 
-def test_settings_are_shared_by_layers() -> None:
-    a = metal._settings(4, 9, 64, 2, 0, 0.5, 0.0)
-    assert metal._settings(4, 9, 64, 2, 0, 0.5, 0.0) is a
-    assert np.array(a)[:5].tolist() == [4, 9, 64, 2, 0]
-    assert np.array(a)[5:].view(np.float32).tolist() == [0.5, 0.0]
+def test_lengths_are_shared_by_layers() -> None:
+    assert metal._lengths(4, 9, 64, 0) is metal._lengths(4, 9, 64, 0)
+    options = np.array(metal._options(2, 0, 0.5, 0.0))
+    assert options[:2].tolist() == [2, 0]
+    assert options[2:].view(np.float32).tolist() == [0.5, 0.0]
+
+
+def test_lengths_on_the_device() -> None:
+    """A compiled step knows them only there; its splits follow from the capacity."""
+    problem = Problem(64, 4, 2, n_blocks=9, spare=40)
+    tiles = backend().from_canonical(problem.canonical)
+    lengths = mx.array([SINK, problem.n_blocks, problem.n_tail, 0], mx.int32)
+    view = dataclasses.replace(problem.view(tiles), n_sink=0, n_blocks=0, n_tail=0, lengths=lengths)
+    out = backend().attend(problem.q, view, problem.scale)
+    expected = problem.expected()
+    assert np.abs(float64(out) - expected).max() < TOLERANCE[mx.float16] * np.abs(expected).max()
+
+
+@emulated
+def test_compiles_ahead() -> None:
+    """The first step of a shape runs every kernel, so that a later one meets none for the first."""
+    make = Kernels(checked=False)
+    kernels = Metal(make_kernel=make, cores=8)
+    Problem(32, 2, 1, n_blocks=0).error(kernels)
+    assert all(kernel.generated.source for kernel in make.made.values())
+    compiled = {name: set(kernel.compiled) for name, kernel in make.made.items()}
+    Problem(32, 2, 1, n_blocks=40).error(kernels)
+    kernels.unseal(kernels.seal(*mx.zeros((2, 1, 64, 32), mx.float16)))
+    assert {name: set(kernel.compiled) for name, kernel in make.made.items()} == compiled
 
 
 def test_split_rule() -> None:
@@ -356,17 +393,20 @@ def test_split_rule() -> None:
 @emulated
 def test_kernels_may_lie_in_files() -> None:
     """The header that names the files gives the same bytes as the one that holds their text."""
-    folder = metal.Path(metal.__file__).parent
+    folder = Path(metal.__file__).parent
     by_path = metal._include([folder / "tile.metal", folder / "cache.metal"])
     assert metal._header("tile.metal", "cache.metal") != by_path
-    k, v = mx.random.normal((2, 1, 64, 64))[:, :, :, :], None
+    k, v = mx.random.normal((2, 1, 64, 64)).astype(mx.float16)
     kernel = EmulatedKernel("test", ["k", "v"], ["tiles"], metal.SEAL, by_path)
-    x = k.astype(mx.float16)
     tiles = kernel(
-        inputs=[x[0], x[1]], template=[("D", 64)], grid=(64, 2, 1), threadgroup=(64, 1, 1),
-        output_shapes=[(1, 2, tile_words(64))], output_dtypes=[mx.uint32],
-    )[0]  # fmt: skip
-    assert mx.array_equal(tiles, backend().seal(x[0], x[1]))
+        inputs=[k, v],
+        template=[("D", 64)],
+        grid=(64, 2, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[(1, 2, tile_words(64))],
+        output_dtypes=[mx.uint32],
+    )[0]
+    assert mx.array_equal(tiles, backend().seal(k, v))
 
 
 # Sealing
@@ -378,7 +418,8 @@ def sealed_as_oracle(k: mx.array, v: mx.array) -> mx.array:
     expected, tiles = codec.seal(k, v), kernels.seal(k, v)
     assert mx.array_equal(kernels.to_canonical(tiles), expected)
     assert mx.array_equal(kernels.from_canonical(expected), tiles)
-    return tiles
+    result: mx.array = tiles
+    return result
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
@@ -414,14 +455,42 @@ def test_seal_extremes(value: float, everywhere: bool) -> None:
         assert (v == np.float16(value)).all()
 
 
-def test_unseal_and_gather() -> None:
-    for problem in (Problem(64, 2, 2), Problem(64, 2, 2, n_blocks=0), Problem(64, 1, 1, 2, 0)):
-        tiles = backend().from_canonical(problem.canonical)
-        for got, expected in zip(backend()._held(problem.view(tiles)), problem.held(), strict=True):
+def test_gather() -> None:
+    for n_blocks, n_tail, n_new in ((3, 37, 5), (0, 37, 1), (2, 0, 33), (2, 5, 0)):
+        problem = Problem(64, 2, 2, n_blocks, n_tail)
+        view = problem.view(backend().from_canonical(problem.canonical))
+        new_k, new_v = mx.random.normal((2, 2, 40, 64)).astype(mx.float16)
+        gathered = backend()._gathered(view, new_k, new_v, n_new)
+        for got, held, new in zip(gathered, problem.held(), (new_k, new_v), strict=True):
+            expected = np.concatenate([held, float64(new[:, :n_new])], axis=1)
             assert (float64(got) == expected.astype(np.float16)).all()
-    k, v = backend().unseal(tiles[:, :2])
-    for got, expected in zip((k, v), exact(np.array(problem.canonical[:, :2])), strict=True):
-        assert (float64(got) == expected.astype(np.float16)).all()
+
+
+def test_unseal() -> None:
+    k, v = mx.random.normal((2, 1, 3 * BLOCK, 96)).astype(mx.float16)
+    expected = exact(np.array(codec.seal(k, v)[:, :2]))
+    for got, values in zip(backend().unseal(backend().seal(k, v)[:, :2]), expected, strict=True):
+        assert (float64(got) == values.astype(np.float16)).all()
+
+
+def test_prefill_chunk() -> None:
+    """Against the oracle, which puts the parts together with MLX's operations."""
+    problem = Problem(64, 4, 2)
+    k, v = mx.random.normal((2, 2, 40, 64)).astype(mx.float16)
+    q = mx.random.normal((4, 40, 64)).astype(mx.float16)
+    view = problem.view(backend().from_canonical(problem.canonical))
+    out = backend().attend_chunk(q, k, v, view, 0.1, window=50)
+    oracle = Backend(mx.float16)
+    expected = oracle.attend_chunk(q, k, v, problem.view(problem.canonical), 0.1, window=50)
+    assert np.abs(float64(out) - float64(expected)).max() < TOLERANCE[mx.float16]
+
+
+def test_nothing_to_seal() -> None:
+    none = mx.zeros((2, 0, 64), mx.float16)
+    tiles = backend().seal(none, none)
+    assert tiles.shape == (2, 0, tile_words(64))
+    assert backend().to_canonical(tiles).shape == tiles.shape
+    assert backend().unseal(tiles)[0].shape == (2, 0, 64)
 
 
 # What the CPU does not see
@@ -430,7 +499,7 @@ def test_unseal_and_gather() -> None:
 @emulated
 def test_address_spaces() -> None:
     make = Kernels(checked=True)
-    kernels = Metal(make_kernel=make, cores=8)
+    kernels = metal_backend(make)
     for options in ({}, {"logits": True}):
         for n_blocks in (1, 9):
             problem = Problem(64, 12, 2, n_blocks=n_blocks, options=options)
@@ -446,21 +515,32 @@ def test_address_spaces() -> None:
         assert lint(g.source, g.name, g.template_arguments) == ""
 
 
-MERGE, ATTEND = "tqchat_merge", "tqchat_attend_split"
-BASE = {"dim": 64, "n_heads": 12, "n_kv_heads": 2, "n_blocks": 9, "tokens": 2}
+# Names of kernels begin so; pass 1 comes in two forms.
+MERGE, ATTEND = "tqchat_merge", "tqchat_attend"
+BASE: dict[str, Any] = {"dim": 64, "n_heads": 12, "n_kv_heads": 2, "n_blocks": 9, "tokens": 2}
 PLAIN = Problem(**BASE)
 WINDOW = Problem(**BASE, options={"window": 70, "softcap": 4.0})
-NARROW = Problem(**BASE, options={"window": 40})
+NARROW = Problem(**BASE, options={"window": 20})
 # Later scores exceed earlier ones by far.
 LARGE = Problem(**{**BASE, "n_blocks": 40}, options={"scale": 2.0})
 LOGITS = Problem(**BASE, options={"logits": True})
 
 # Kernel, what to replace by what, and a problem that shows it.
 MUTATIONS = {
-    "split begins late": (ATTEND, "at.split / view.n_splits;", "at.split / view.n_splits + 1;", PLAIN),
+    "split begins late": (
+        ATTEND,
+        "at.split / options.n_splits;",
+        "at.split / options.n_splits + 1;",
+        PLAIN,
+    ),
     "split ends late": (ATTEND, "unit < end;", "unit <= end;", PLAIN),
     "wrong head": (ATTEND, "q += at.head * n_rows * D;", "", PLAIN),
-    "wrong capacity": (ATTEND, "ulong(at.head) * capacity", "ulong(at.head) * view.n_blocks", PLAIN),
+    "wrong capacity": (
+        ATTEND,
+        "ulong(at.head) * capacity",
+        "ulong(at.head) * held.n_blocks",
+        PLAIN,
+    ),
     "wrong nibble": (ATTEND, "(8 * i + 4)", "(8 * i)", PLAIN),
     "wrong zero": (ATTEND, "- 8.0f * float(pair.x)", "- 7.0f * float(pair.x)", PLAIN),
     "neighbour's scale": (ATTEND, "x.y * q.scale", "x.y * p.scale", PLAIN),
@@ -470,22 +550,47 @@ MUTATIONS = {
     "sum not rescaled": (ATTEND, "sum[a] *= factor;", "", LARGE),
     "maximum of a lane": (ATTEND, "row_max(highest[a])", "highest[a]", LARGE),
     "sum of a lane": (ATTEND, "row_sum(rows.sum[a])", "4.0f * rows.sum[a]", PLAIN),
-    "sums not weighed": (ATTEND, "other.y * metal::fast::exp2(other.x - maximum[a])", "other.y", PLAIN),
-    "outputs not weighed": (ATTEND, "get(rows.output[a][f]) * factor[a]", "get(rows.output[a][f])", PLAIN),
+    "sums not weighed": (
+        ATTEND,
+        "other.y * metal::fast::exp2(other.x - maximum[a])",
+        "other.y",
+        PLAIN,
+    ),
+    "outputs not weighed": (
+        ATTEND,
+        "get(rows.output[a][f]) * factor[a]",
+        "get(rows.output[a][f])",
+        PLAIN,
+    ),
     "tail off by the sink": (ATTEND, "(token - n_sink) * D", "token * D", PLAIN),
     "reads past the tail": (ATTEND, "token >= count", "token >= count + 32", PLAIN),
-    "causal off by one": (ATTEND, "length - n_tokens + token;", "length - n_tokens + token - 1;", NARROW),
+    "causal off by one": (
+        ATTEND,
+        "length - n_tokens + token;",
+        "length - n_tokens + token - 1;",
+        NARROW,
+    ),
     "token of a row": (ATTEND, "+ int(row)) % n_tokens", "+ int(row)) / 8 % n_tokens", NARROW),
-    "sink not counted": (ATTEND, "position = view.n_sink + BLOCK * block", "position = BLOCK * block", WINDOW),
-    "window off by one": (ATTEND, "last - view.window + 1 :", "last - view.window :", NARROW),
-    "block too late": (ATTEND, "(seen - view.n_sink) / BLOCK", "(seen - view.n_sink) / BLOCK + 1", WINDOW),
+    "sink not counted": (
+        ATTEND,
+        "position = held.n_sink + BLOCK * block",
+        "position = BLOCK * block",
+        WINDOW,
+    ),
+    "window off by one": (ATTEND, "last - options.window + 1 :", "last - options.window :", NARROW),
+    "block too late": (
+        ATTEND,
+        "(seen - held.n_sink) / BLOCK",
+        "(seen - held.n_sink) / BLOCK + 1",
+        WINDOW,
+    ),
     "blocks not masked": (ATTEND, "position < unseen ||", "", WINDOW),
     "no tanh": (ATTEND, "metal::precise::tanh(score)", "score", WINDOW),
     "splits not weighed": (MERGE, "exp2(maximum - highest)", "exp2(0.0f * maximum)", PLAIN),
     "split's weight": (MERGE, "simd_shuffle(weight, s)", "simd_shuffle(weight, s ^ 1)", PLAIN),
     "logit in the wrong base": (MERGE, "* M_LOG2E_F", "", LOGITS),
     "logit of another head": (MERGE, "head_row / n_tokens)", "head_row / n_rows)", LOGITS),
-}  # fmt: skip
+}
 
 
 def mutated(kernel: str, edit: Any, checked: bool) -> Metal:
@@ -493,10 +598,13 @@ def mutated(kernel: str, edit: Any, checked: bool) -> Metal:
 
     def make(name: str, *parts: Any) -> EmulatedKernel:
         return EmulatedKernel(
-            name, *parts, checked=checked, edit=edit if name == kernel else lambda text: text
+            name,
+            *parts,
+            checked=checked,
+            edit=edit if name.startswith(kernel) else lambda text: text,
         )
 
-    return Metal(make_kernel=make, cores=8)
+    return metal_backend(make)
 
 
 @emulated
@@ -521,5 +629,5 @@ def test_a_missing_barrier_is_caught(which: int) -> None:
         assert len(found) == 6
         return text[: found[which].start()] + text[found[which].end() :]
 
-    with pytest.raises(KernelError, match="DATA RACE|UNINITIALISED"):
-        PLAIN.error(mutated(ATTEND, edit, checked=True))
+    with pytest.raises(KernelError, match=r"DATA RACE|UNINITIALISED"):
+        LARGE.error(mutated(ATTEND, edit, checked=True))
