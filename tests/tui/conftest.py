@@ -97,7 +97,6 @@ class Chat:
         self.engine.say(answer)
         self.engine.say_stats(64)
         self.engine.say_finished(answer)
-        await self.shows(answer.split("\n")[0])
         await self.until(lambda: not self.app.busy)
 
     async def command(self, text: str) -> None:

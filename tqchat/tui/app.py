@@ -99,7 +99,7 @@ class _Turn:
     shown: str
     answer: Answer | None = None
     tokens: int = 0
-    began: float = field(default_factory=monotonic)
+    began: float = field(default_factory=lambda: monotonic())
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Progress:
     done: int = 0
     total: int = 0
     skipped: int = 0
-    started: float = field(default_factory=monotonic)
+    started: float = field(default_factory=lambda: monotonic())
 
     def advance(self, done: int, total: int) -> None:
         self.done, self.total = done, total

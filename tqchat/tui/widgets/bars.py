@@ -12,7 +12,8 @@ from tqchat.tui.state import Progress
 from tqchat.tui.text import clean_line
 
 _SPINNER = "⠋⠙⠸⠴⠦⠇"
-_BAR_WIDTH = 24
+_NARROWEST_BAR = 8
+_WIDEST_BAR = 24
 
 
 class Header(Static):
@@ -89,14 +90,17 @@ class Activity(Static):
     def _show(
         self, parts: list[tuple[str, str]], progress: Progress, figures: str, rate: str
     ) -> None:
-        left = progress.seconds_left
-        facts = [f" {progress.share:.0%}", figures]
-        if left is not None:
-            facts += [rate, f"{seconds_text(left)} left"]
-        told = Content.styled(" · ".join(facts), "$text-muted")
+        seconds = progress.seconds_left
+        left = [] if seconds is None else [f"{seconds_text(seconds)} left"]
+        share = f" {progress.share:.0%}"
         label = Content.assemble(*parts)
-        room = self.size.width - label.cell_length - told.cell_length
-        line = label + bar(progress.share, max(min(room, _BAR_WIDTH), 4)) + told
+        # As much as there is room for beside a bar; how long it takes matters most.
+        for facts in ([share, figures, rate, *left], [share, figures, *left], [share, *left]):
+            told = Content.styled(" · ".join(facts if left else facts[:2]), "$text-muted")
+            room = self.size.width - label.cell_length - told.cell_length
+            if room >= _NARROWEST_BAR:
+                break
+        line = label + bar(progress.share, max(min(room, _WIDEST_BAR), 0)) + told
         self.update(line.truncate(self.size.width, ellipsis=True), layout=False)
 
 
