@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,6 +96,19 @@ def test_the_first_conversation(chat: Callable[..., Terminal], smollm2_gguf: Pat
     terminal.wait_for(CHAT)
     assert kv_bytes(terminal) == first
     leave(terminal)
+
+
+def test_ctrl_c_before_the_screen_is_there(
+    chat: Callable[..., Terminal], own_folders: Path, slow: Path
+) -> None:
+    terminal = chat(slow)
+    begun = own_folders / "state" / "tqchat" / "tqchat.log"
+    while not begun.exists():
+        time.sleep(0.01)
+    terminal.type("\x03")
+    assert terminal.wait_for_exit() == 130
+    terminal.assert_sane()
+    assert b"Traceback" not in terminal.output
 
 
 def test_ctrl_c_while_the_model_is_read(chat: Callable[..., Terminal], smollm2_gguf: Path) -> None:

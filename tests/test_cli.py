@@ -459,6 +459,18 @@ def test_ctrl_c_during_decode(environment, slow) -> None:
     assert output.count(b"Reading the prompt: 100%") == 1
 
 
+def test_ctrl_c_again_and_again(environment, slow) -> None:
+    """The later ones fall into the clean-up after the first."""
+    with Terminal([*TQCHAT, str(slow), "-p", "Hello", *GREEDY], environment) as terminal:
+        terminal.wait_for_output(rb"100%\r\x1b\[K[^\r\x1b]")
+        for _ in range(6):
+            terminal.type("\x03")
+            time.sleep(0.02)
+        assert terminal.wait_for_exit() == 130
+        terminal.assert_sane()
+        assert b"Traceback" not in terminal.output
+
+
 def test_sigint_at_any_moment(environment, home, slow) -> None:
     """Also between those: while modules are imported, at the first token, in the last lines."""
     begun = home / "state" / "tqchat" / "tqchat.log"

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _subcommand(arguments[0], arguments[1:])
         return _chat(_parser().parse_args(arguments))
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain at exit when flushing.

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import signal
 import sys
 
 from tqchat.chat.conversation import Message
@@ -69,6 +70,8 @@ def answer(
                     _report(event, as_json, stats)
                     return 0
     except KeyboardInterrupt:
+        # Another Ctrl-C must not break off the clean-up.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         status.clear()
         raise
     finally:
