@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tqchat.engine import plan
+from tqchat.engine.events import KVKind
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.find import resolve
 from tqchat.models.folder import WEIGHTS, read_config
 from tqchat.models.registry import Shape, architecture
+from tqchat.units import bytes_text
 
 CHUNK = 512
 # macOS lets a GPU wire about three quarters of the memory unless the limit is raised; what is
@@ -83,13 +85,13 @@ def _print(
     name: str,
     shape: Shape,
     weights: int,
-    kv: plan.KVKind,
+    kv: KVKind,
     limit: Limit,
     needs: Sequence[plan.Need],
     longest: int,
     command: str | None,
 ) -> None:
-    print(f"{name}: weights {_show(weights)}, limit {_show(limit.default)}")
+    print(f"{name}: weights {bytes_text(weights)}, limit {bytes_text(limit.default)}")
     table = Table(box=None, pad_edge=False)
     for heading in ("context", "fp16 KV", f"{kv} KV", "saved", "total", "fits"):
         table.add_column(heading, justify="right")
@@ -98,7 +100,7 @@ def _print(
         fits = "yes" if need.total <= limit.default else "no"
         if fits == "no" and need.total <= limit.raised:
             fits = "if the limit is raised"
-        cells = [_show(size) for size in sizes]
+        cells = [bytes_text(size) for size in sizes]
         table.add_row(f"{need.context:,}", *cells, fits)
     Console(highlight=False, markup=False).print(table)
     beyond = ", more than it was trained for" if longest > shape.context else ""
@@ -176,7 +178,3 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 64GB")
     scale = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[match[2].upper()]
     return int(float(match[1]) * scale)
-
-
-def _show(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / (1 << 20):.0f} MiB"

@@ -1,5 +1,6 @@
 """Turns on one cache: what is reused, what is refused, and that running ahead changes nothing."""
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.tiny import LLAMA, build_model, llama_weights
-from tqchat.engine.events import Failed, Finished, ModelInfo, Sampling, Token
+from tqchat.engine.events import Failed, Finished, Memory, ModelInfo, Sampling, Token
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import Backend
@@ -111,3 +112,20 @@ def test_a_failure_within_a_step_leaves_an_empty_cache(monkeypatch: pytest.Monke
 def test_tokens_that_the_model_does_not_know_are_refused() -> None:
     with pytest.raises(ModelError, match="tokenizer"):
         list(session().turn(1, [1, LLAMA["vocab_size"]], GREEDY, None, lambda: False))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(monkeypatch) -> None:
+    one = session(context=8192)
+    run(one, list(range(50)), max_tokens=3)
+    held = one.cache_use().tokens
+    free = 1_000_000
+    used = Memory(weights=0, kv=0, other=0, free=free, limit=free)
+    monkeypatch.setattr("tqchat.engine.memory.measure", lambda weights, kv: used)
+    (event,) = one.turn(2, [1] * 8000, GREEDY, None, lambda: False)
+    assert isinstance(event, Failed)
+    assert "8,000 tokens" in event.message
+    assert "977 KiB is free" in event.message
+    assert one.cache_use().tokens == held
+    # What the message offers fits.
+    longest = int(re.search(r"about ([\d,]+) tokens", event.message)[1].replace(",", ""))
+    assert run(one, [1] * longest, max_tokens=1).usage.completion_tokens == 1

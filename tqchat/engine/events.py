@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+KVKind: TypeAlias = Literal["int4", "fp16"]
 FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped"]
 
 
@@ -42,7 +43,7 @@ class ModelInfo:
     weights_bytes: int
     device: str
     backend: str
-    kv: str
+    kv: KVKind
     notes: tuple[str, ...] = ()
 
 
@@ -147,6 +148,6 @@ class Sampling:
 class EngineOptions:
     """What is fixed while a model is loaded. context None: what the model was trained for."""
 
-    kv: Literal["int4", "fp16"] = "int4"
+    kv: KVKind = "int4"
     context: int | None = None
     threads: int | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from tqchat.engine import memory
+from tqchat.engine import memory, plan
 from tqchat.engine.cache import DenseCache, Int4Cache, KVCache
 from tqchat.engine.events import (
     CacheUse,
@@ -24,6 +24,7 @@ from tqchat.engine.events import (
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import sample, token_id
 from tqchat.models.errors import ModelError
+from tqchat.units import bytes_text
 
 STATS_INTERVAL_S = 0.25
 
@@ -127,6 +128,9 @@ class Session:
         if excess > 0:
             yield Failed(number, _too_long(len(prompt), context, excess), excess)
             return
+        if refusal := self._does_not_fit(len(prompt)):
+            yield Failed(number, refusal)
+            return
         if max(prompt, default=0) >= self._loaded.model.vocab_size:
             raise ModelError(
                 f"{self._loaded.info.name}: its tokenizer has tokens that the model does not know. "
@@ -138,6 +142,25 @@ class Session:
             # A step that broke off may have fed some layers and not others.
             self.clear()
             raise
+
+    def _does_not_fit(self, tokens: int) -> str | None:
+        """Why a prompt of so many tokens cannot be read in the memory that is free, if so.
+
+        An allocation that fails inside MLX ends the process, so it must not come to that.
+        """
+        shape, kv = self._loaded.model.shape, self._loaded.info.kv
+        chunk = self._loaded.backend.prefill_chunk
+        allocated = sum(cache.nbytes_allocated for cache in self._caches)
+        need = plan.need(shape, 0, tokens, kv, chunk).total - allocated
+        free = self.memory().free
+        if need <= free:
+            return None
+        longest = plan.largest_context(shape, 0, kv, chunk, free + allocated)
+        return (
+            f"Reading {tokens:,} tokens takes {bytes_text(need)} more, {bytes_text(free)} is free. "
+            f"Shorten it to about {longest:,} tokens, choose a smaller model or close other "
+            "programs."
+        )
 
     def _turn(
         self,

@@ -5,12 +5,10 @@ dequantised for prefill, a chunk's activations, one token's logits).
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from tqchat.engine.events import KVKind
 from tqchat.kernels.layout import BLOCK, SINK, TAIL_MAX, tile_bytes
 from tqchat.models.registry import Shape
-
-KVKind: TypeAlias = Literal["int4", "fp16"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ class Llama:
     ):
         c = LlamaConfig.parse(config)
         self.backend = backend
+        self.shape = c
         self.n_layers, self.n_kv_heads, self.head_dim = c.n_layers, c.n_kv_heads, c.head_dim
         self.context, self.vocab_size = c.context, c.vocab_size
         periods = rope_periods(c.head_dim, c.rope_theta, c.rope_scaling, config.name)

@@ -13,8 +13,32 @@ from tqchat.models.layers import LayerCache, Weights
 from tqchat.models.llama import Llama, LlamaConfig
 
 
+class Shape(Protocol):
+    """What of a model's config decides its memory. `context` is what it was trained for."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def n_parameters(self) -> int: ...
+
+
 class Model(Protocol):
     """A model in memory, as the engine uses it."""
+
+    @property
+    def shape(self) -> Shape: ...
 
     n_layers: int
     n_kv_heads: int
@@ -25,21 +49,6 @@ class Model(Protocol):
     def __call__(
         self, ids: Sequence[int] | mx.array, caches: Sequence[LayerCache], n_logits: int = 1
     ) -> mx.array: ...
-
-
-class Shape(Protocol):
-    """What of a model's config decides its memory. `context` is what it was trained for."""
-
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    context: int
-
-    @property
-    def n_parameters(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,12 @@
+"""Figures as people read them."""
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> "1.5 KiB". Three digits at most, so that columns stay put."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
+        count /= 1024
+        power += 1
+    digits = 0 if power == 0 or count >= 99.95 else 1
+    return f"{count:.{digits}f} {units[power]}"
