@@ -63,13 +63,13 @@ static void seal_k(const Seal *s, int64_t head, int64_t block, uint32_t *tile) {
     int64_t dim = s->head_dim;
     uint16_t *scales = (uint16_t *)(tile + 4 * dim), *mids = scales + dim;
     for (int64_t c = 0; c < dim; c += LANES) {
-        vf x[BLOCK], low, high;
+        vf x[BLOCK], low = {0}, high = {0};
         for (int t = 0; t < BLOCK; t++) {
             x[t] = saturated(load_row(s->k.format, row_at(&s->k, head, block * BLOCK + t), c));
             low = t ? min_of(low, x[t]) : x[t];
             high = t ? max_of(high, x[t]) : x[t];
         }
-        vf step = (high - low) / splat(15.0f), mid = low + splat(8.0f) * step, divisor;
+        vf step = (high - low) / splat(15.0f), mid = low + splat(8.0f) * step, divisor = {0};
         for (int i = 0; i < LANES; i++) {
             scales[c + i] = float_to_half(step[i]);
             mids[c + i] = float_to_half(mid[i]);
@@ -99,7 +99,7 @@ static void seal_v(const Seal *s, int64_t head, int64_t block, uint32_t *tile) {
     for (int64_t group = 0; group < dim; group += GROUP, parameters += 2 * BLOCK) {
         for (int t = 0; t < BLOCK; t++) {
             const char *row = row_at(&s->v, head, block * BLOCK + t);
-            vf x[GROUP / LANES], low, high;
+            vf x[GROUP / LANES], low = {0}, high = {0};
             for (int i = 0; i < GROUP / LANES; i++) {
                 x[i] = saturated(load_row(s->v.format, row, group + i * LANES));
                 low = i ? min_of(low, x[i]) : x[i];

@@ -1,14 +1,26 @@
 /* Normalisation, rotary embedding and the gated activation, a row of tokens at a time. */
 
-/* Work of less than this many elements is not worth waking a thread for. */
-enum { SMALL = 16384 };
+/* Elements in a piece of work: fewer are not worth sharing out. */
+enum { PIECE = 16384 };
 
-INLINE void for_tokens(int64_t tokens, int64_t size, pool_work work, const void *job) {
-    if (tokens * size > SMALL)
-        pool_run((int)tokens, work, job);
-    else
-        for (int token = 0; token < tokens; token++)
-            work(job, token, 0);
+typedef struct {
+    pool_work work;
+    const void *job;
+    int64_t tokens, per_piece;
+} TokensJob;
+
+static void tokens_piece(const void *of, int piece, int thread) {
+    const TokensJob *job = of;
+    int64_t first = piece * job->per_piece, end = first + job->per_piece;
+    for (int64_t token = first; token < end && token < job->tokens; token++)
+        job->work(job->job, (int)token, thread);
+}
+
+/* Does `work` for each of the tokens, of `size` elements each. */
+static void for_tokens(int64_t tokens, int64_t size, pool_work work, const void *of) {
+    int64_t per_piece = PIECE / (size + 1) + 1;
+    TokensJob job = {work, of, tokens, per_piece};
+    pool_run((int)((tokens + per_piece - 1) / per_piece), tokens_piece, &job);
 }
 
 static void rms_norm_piece(const void *of, int token, int thread) {
