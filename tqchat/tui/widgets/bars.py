@@ -93,7 +93,7 @@ class Activity(Static):
         seconds = progress.seconds_left
         left = [] if seconds is None else [f"{seconds_text(seconds)} left"]
         share = f" {progress.share:.0%}"
-        label = Content.assemble(*parts)
+        label = Content.assemble(*parts).truncate(max(self.size.width - 40, 10), ellipsis=True)
         # As much as there is room for beside a bar; how long it takes matters most.
         for facts in ([share, figures, rate, *left], [share, figures, *left], [share, *left]):
             told = Content.styled(" · ".join(facts if left else facts[:2]), "$text-muted")

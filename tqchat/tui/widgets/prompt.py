@@ -188,8 +188,10 @@ class Prompt(TextArea):
 
     def validate_selection(self, selection: Selection) -> Selection:
         start, end = selection
-        forward = end > self.selection.end
-        return Selection(self._outside_token(start, start > end), self._outside_token(end, forward))
+        outside = self._outside_token(end, forward=end > self.selection.end)
+        if start == end:
+            return Selection.cursor(outside)
+        return Selection(self._outside_token(start, forward=start > end), outside)
 
     def edit(self, edit: Edit) -> EditResult:
         top, bottom = sorted((edit.from_location, edit.to_location))
