@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.emulator import EmulatedKernel, KernelError, lint
+from tqchat.engine.cache import Int4Cache
 from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KVView, codec
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
 from tqchat.kernels.metal import backend as metal
@@ -491,6 +492,25 @@ def test_nothing_to_seal() -> None:
     assert tiles.shape == (2, 0, tile_words(64))
     assert backend().to_canonical(tiles).shape == tiles.shape
     assert backend().unseal(tiles)[0].shape == (2, 0, 64)
+
+
+def test_in_a_cache() -> None:
+    """Prefill in chunks, decode across sealing, trim into a block: as the oracle's cache does."""
+    caches = [Int4Cache(kernels, 2, 64) for kernels in (backend(), Backend(mx.float16))]
+    mx.random.seed(0)
+
+    def step(tokens: int) -> None:
+        q = mx.random.normal((4, tokens, 64)).astype(mx.float16)
+        k, v = mx.random.normal((2, 2, tokens, 64)).astype(mx.float16)
+        out, expected = (float64(cache.attend(q, k, v, 0.125)) for cache in caches)
+        assert np.abs(out - expected).max() < TOLERANCE[mx.float16] * np.abs(expected).max()
+
+    for tokens in (100, 50, *[1] * 14, 8, 3, 1):
+        step(tokens)
+    for length in (90, 3):
+        for cache in caches:
+            cache.trim(length)
+        step(1)
 
 
 # What the CPU does not see

@@ -1,0 +1,49 @@
+"""`tqchat doctor` tells sound kernels from broken ones."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.kernels.test_metal import Kernels, emulated
+from tqchat import doctor
+from tqchat.kernels import Backend, KVView
+from tqchat.kernels.metal.backend import Metal
+
+
+def test_this_machine_is_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    assert "attention, long, head_dim 128" in printed
+    assert "WRONG" not in printed
+
+
+@emulated
+def test_the_metal_kernels_are_sound() -> None:
+    kernels = Metal(make_kernel=Kernels(checked=False), cores=8, compile_ahead=False)
+    findings = list(doctor.check_kernels(kernels, 64))
+    assert len(findings) == 6
+    assert not any(finding.is_wrong for finding in findings)
+
+
+class Broken(Backend):
+    """Attends to half as much, cannot prefill, and seals V into K's place."""
+
+    def seal(self, k: Any, v: Any) -> Any:
+        return super().seal(v, k)
+
+    def attend(self, q: Any, view: KVView, scale: float, **options: Any) -> Any:
+        return super().attend(q, view, scale / 2, **options)
+
+    def attend_chunk(self, *arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("no such kernel\nand a stack trace")
+
+
+def test_broken_kernels_are_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "select", lambda dtype: Broken(mx.float32))
+    assert doctor.main() == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
+    assert len(wrong) % 5 == 0  # of six kernels one is sound: unsealing
+    assert "WRONG  prefill, head_dim 64: no such kernel" in wrong
