@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from tqchat.kernels.backend import Backend
+from tqchat.kernels.cuda.backend import CUDA
 from tqchat.kernels.metal.backend import Metal
 
 
@@ -17,7 +18,8 @@ def select(dtype: mx.Dtype, threads: int | None = None) -> Backend:
         return _cpu(threads)
     if mx.metal.is_available():
         return Metal(mx.float16 if dtype == mx.float32 else dtype)
-    return Backend(mx.float16 if dtype == mx.float32 else dtype)
+    dtype = mx.float16 if dtype == mx.float32 else dtype
+    return CUDA(dtype) if mx.cuda.is_available() else Backend(dtype)
 
 
 def _cpu(threads: int | None) -> Backend:

@@ -13,6 +13,8 @@ class KVView:
     sink_k, sink_v: (n_kv_heads, SINK, head_dim), 16 bits
     tiles: (n_kv_heads, capacity in blocks, tile_words(head_dim)), uint32, in the backend's order
     tail_k, tail_v: (n_kv_heads, TAIL_CAPACITY, head_dim), 16 bits
+    lengths: (4,), int32, n_sink, n_blocks, n_tail and 0 on the device, for a decode step that is
+        compiled once and run with any counts; the counts themselves then mean nothing
     """
 
     sink_k: Any
@@ -23,6 +25,7 @@ class KVView:
     n_sink: int
     n_blocks: int
     n_tail: int
+    lengths: Any = None
 
     @property
     def length(self) -> int:
