@@ -1,0 +1,402 @@
+"""Conversations on disk, each in a folder of its own, written as they happen.
+
+`conversation.jsonl` holds events, one JSON object a line, and only ever grows: a crash can cut
+nothing but its last line, which then never happened. `title` repeats the title, so that a list need
+not read everything. `cache` belongs to whoever keeps there what can be computed again.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from tqchat import paths
+from tqchat.chat.conversation import Conversation, Message
+from tqchat.chat.errors import ChatError
+
+VERSION = 1
+PARTIAL_INTERVAL_S = 2.0
+
+_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
+_TITLE_LENGTH = 60
+_EXCERPT_MARGIN = 40
+# How long to wait for a lock: who only looks holds it for a moment.
+_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A conversation in a list. `modified` is Unix time; `model` the one it began with."""
+
+    id: str
+    title: str
+    model: str | None
+    modified: float
+
+    @property
+    def folder(self) -> Path:
+        return _root() / self.id
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What events add up to.
+
+    `title` is one that was given by hand, `partial` the text so far of an answer under way.
+    """
+
+    created: float = 0.0
+    model: str | None = None
+    title: str | None = None
+    conversation: Conversation = field(default_factory=Conversation)
+    partial: list[str] = field(default_factory=list)
+
+    def apply(self, event: Any) -> None:
+        """Take in one event; one of a kind not known here changes nothing. Raises ChatError."""
+        if event.get("type") not in ("partial", "answer"):
+            self.end_partial()
+        match event:
+            case {"type": "session", "created": float(created)}:
+                self.created = created
+            case {"type": "system", "text": str(text)}:
+                self.conversation.system = text
+            case {"type": "model", "name": str(name)}:
+                self.model = name
+            case {"type": "title", "text": str(text)}:
+                self.title = text
+            case {"type": "user", "text": str(text)}:
+                self.conversation.add("user", text)
+            case {"type": "partial", "text": str(text)}:
+                self.partial.append(text)
+            case {"type": "answer", "text": str(text)}:
+                self.partial.clear()
+                self.conversation.add("assistant", text)
+            case {"type": "replace", "start": int(start), "stop": int(stop), "messages": messages}:
+                given = {"system": "", "messages": messages}
+                self.conversation.messages[start:stop] = Conversation.from_json(given).messages
+
+    def end_partial(self) -> None:
+        """An answer that was not finished stays, as far as it came."""
+        if self.partial:
+            self.conversation.add("assistant", "".join(self.partial))
+            self.partial.clear()
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """From a file's whole lines; one that is damaged is left out. Raises ChatError."""
+        first, *lines = data.split(b"\n")[:-1] or [b""]
+        transcript = cls()
+        try:
+            start = json.loads(first)
+            version = start["version"] if start["type"] == "session" else None
+        except (ValueError, KeyError, TypeError):
+            version = None
+        if not isinstance(version, int):
+            raise ChatError("This is not a conversation of tqchat's.")
+        if version > VERSION:
+            raise ChatError("This conversation was written by a newer tqchat: upgrade to open it.")
+        transcript.apply(start)
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError, AttributeError, ChatError):
+                transcript.apply(json.loads(line))
+        return transcript
+
+
+class Session:
+    """One conversation on disk, open for writing and locked against other processes.
+
+    What writes raises ChatError where the disk does not take it; `stream` alone never does.
+    """
+
+    def __init__(self, session_id: str, descriptor: int, transcript: Transcript) -> None:
+        self.id = session_id
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._transcript = transcript
+        self._unwritten: list[str] = []
+        self._written_at = 0.0
+        self.unfinished = bool(transcript.partial)
+        transcript.end_partial()
+
+    @classmethod
+    def create(cls, model: str | None = None, system: str = "") -> Self:
+        """A new conversation. Raises ChatError."""
+        with _errors():
+            while True:
+                name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+                with contextlib.suppress(FileExistsError):
+                    (_root() / name).mkdir(mode=0o700)
+                    break
+            session = cls(name, _open_locked(_root() / name, os.O_CREAT), Transcript())
+            start: list[dict[str, Any]] = [
+                {"type": "session", "version": VERSION, "created": time.time()}
+            ]
+            if model is not None:
+                start.append({"type": "model", "name": model})
+            if system:
+                start.append({"type": "system", "text": system})
+            session._write(*start)
+        return session
+
+    @classmethod
+    def open(cls, session_id: str) -> Self:
+        """Go on with a conversation. Raises ChatError: there is none, or it is open elsewhere."""
+        folder = _existing(session_id)
+        with _errors():
+            descriptor = _open_locked(folder, 0)
+            try:
+                data = _log(folder).read_bytes()
+                transcript = Transcript.read(data)
+                os.ftruncate(descriptor, data.rfind(b"\n") + 1)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return cls(session_id, descriptor, transcript)
+
+    @property
+    def folder(self) -> Path:
+        return _root() / self.id
+
+    @property
+    def cache_folder(self) -> Path:
+        return self.folder / "cache"
+
+    @property
+    def conversation(self) -> Conversation:
+        """To be read; what changes it are the calls below."""
+        return self._transcript.conversation
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model used last."""
+        return self._transcript.model
+
+    @property
+    def title(self) -> str:
+        messages = self.conversation.messages
+        return self._transcript.title or (title_of(messages[0].content) if messages else "")
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last message is the user's."""
+        messages = self.conversation.messages
+        return bool(messages) and messages[-1].role == "user"
+
+    def add_user(self, text: str) -> None:
+        """The user's turn, on the disk when this returns."""
+        self._append({"type": "user", "text": text})
+        if len(self.conversation.messages) == 1:
+            self._show_title()
+
+    def stream(self, text: str) -> None:
+        """A piece of the answer under way; what has come is written every few seconds."""
+        self._unwritten.append(text)
+        if time.monotonic() - self._written_at >= PARTIAL_INTERVAL_S:
+            with contextlib.suppress(ChatError):
+                self._flush()
+
+    def finish(self, text: str) -> None:
+        """The whole answer."""
+        self._unwritten.clear()
+        self._append({"type": "answer", "text": text})
+        self.unfinished = False
+
+    def replace(
+        self, start: int, stop: int | None = None, messages: Sequence[Message] = ()
+    ) -> None:
+        """Put `messages` in the place of those from `start` to `stop` (None: to the end)."""
+        self._flush()
+        self._append(
+            {
+                "type": "replace",
+                "start": start,
+                "stop": 1 << 30 if stop is None else stop,
+                "messages": Conversation("", list(messages)).to_json()["messages"],
+            }
+        )
+
+    def use_model(self, name: str) -> None:
+        if name != self.model:
+            self._append({"type": "model", "name": name})
+
+    def set_system(self, text: str) -> None:
+        self._append({"type": "system", "text": text})
+
+    def rename(self, title: str) -> None:
+        self._append({"type": "title", "text": title_of(title)})
+        self._show_title()
+
+    def close(self) -> None:
+        """Write what is not yet written, and let others open the conversation."""
+        with contextlib.suppress(ChatError):
+            self._flush()
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def to_json(self) -> str:
+        value = {
+            "version": VERSION,
+            "id": self.id,
+            "title": self.title,
+            "model": self.model,
+            "created": self._transcript.created,
+            **self.conversation.to_json(),
+        }
+        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+
+    def to_markdown(self) -> str:
+        day = time.strftime("%Y-%m-%d", time.localtime(self._transcript.created))
+        parts = [f"# {self.title}", f"*{self.model or 'tqchat'}, {day}*"]
+        for message in self.conversation.prompt():
+            name = {"user": "You", "assistant": "Answer", "system": "System prompt"}[message.role]
+            parts += [f"## {name}", message.content.strip()]
+        return "\n\n".join(parts) + "\n"
+
+    def _show_title(self) -> None:
+        with _errors():
+            paths.write_private(self.folder / "title", self.title)
+
+    def _flush(self) -> None:
+        """Write the pieces that wait. Without fsync: a crash of the program loses nothing."""
+        if self._unwritten:
+            event = {"type": "partial", "text": "".join(self._unwritten)}
+            self._unwritten.clear()
+            self._written_at = time.monotonic()
+            with _errors():
+                self._write(event)
+
+    def _append(self, event: dict[str, Any]) -> None:
+        with _errors():
+            self._write(event)
+            os.fsync(self._descriptor)
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        data = "".join(json.dumps(event) + "\n" for event in events).encode()
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            # Half a line must not run into the next one.
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(data)
+        for event in events:
+            self._transcript.apply(event)
+
+
+def summaries() -> list[Summary]:
+    """All conversations, the one changed last first."""
+    found = []
+    for folder in _root().iterdir():
+        if _ID.fullmatch(folder.name):
+            with contextlib.suppress(OSError, ChatError):
+                with _log(folder).open("rb") as file:
+                    # What comes before the first message.
+                    start = Transcript.read(file.read(4096))
+                    modified = os.fstat(file.fileno()).st_mtime
+                title = _title(folder) or folder.name
+                found.append(Summary(folder.name, title, start.model, modified))
+    return sorted(found, key=lambda summary: summary.modified, reverse=True)
+
+
+def search(query: str) -> Iterator[tuple[Summary, str]]:
+    """Conversations that have `query` in title or text, in any case, with what is around it."""
+    pattern = re.compile(re.escape(query), re.IGNORECASE)
+    for summary in summaries():
+        with contextlib.suppress(OSError, ChatError):
+            transcript = Transcript.read(_log(summary.folder).read_bytes())
+            transcript.end_partial()
+            for text in (*(m.content for m in transcript.conversation.messages), summary.title):
+                if match := pattern.search(text):
+                    begin = max(0, match.start() - _EXCERPT_MARGIN)
+                    excerpt = text[begin : match.end() + _EXCERPT_MARGIN]
+                    yield summary, " ".join(excerpt.split())
+                    break
+
+
+def delete(session_id: str) -> None:
+    """Remove a conversation for good. Raises ChatError: there is none, or it is open."""
+    folder = _existing(session_id)
+    with _errors(), locked(folder):
+        # What names the folder a conversation goes first: half a removal leaves none.
+        _log(folder).unlink()
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a conversation's folder. Raises ChatError while it is open, OSError without one."""
+    descriptor = _open_locked(folder, 0)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def title_of(text: str) -> str:
+    """The first words of a text, in one line without control characters."""
+    words = " ".join(text[: 20 * _TITLE_LENGTH].split())
+    line = "".join(c for c in words if c.isprintable())
+    return line if len(line) <= _TITLE_LENGTH else line[: _TITLE_LENGTH - 1].rstrip() + "…"
+
+
+def _root() -> Path:
+    return paths.private_dir(paths.data_dir() / "sessions")
+
+
+def _log(folder: Path) -> Path:
+    return folder / "conversation.jsonl"
+
+
+def _title(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return title_of((folder / "title").read_text("utf-8", "replace"))
+    return ""
+
+
+def _existing(session_id: str) -> Path:
+    folder = _root() / session_id
+    if not _ID.fullmatch(session_id) or not _log(folder).exists():
+        raise ChatError(f"There is no conversation {session_id!r}.")
+    return folder
+
+
+def _open_locked(folder: Path, flags: int) -> int:
+    descriptor = os.open(_log(folder), os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if attempt < _LOCK_TRIES - 1:
+                time.sleep(_LOCK_PAUSE_S)
+        except OSError:
+            # A file system without locks.
+            return descriptor
+    os.close(descriptor)
+    raise ChatError("This conversation is open in another tqchat: close it there first.")
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ChatError(
+            f"The conversation cannot be saved: {error.strerror or error}. Make room on the disk, "
+            f"or look at the permissions of {paths.data_dir()}."
+        ) from None
