@@ -10,7 +10,7 @@ chat: $(VENV)/chat-ready
 	@$(VENV)/bin/tqchat $(ARGS)
 
 test: $(VENV)/test-ready
-	@command -v clang-19 clang >/dev/null || echo "WARNING: no clang: the Metal kernels will NOT be tested. Install clang-19 and llvm-19."
+	@$(VENV)/bin/python tests/emulator/clang.py
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
 $(VENV)/chat-ready: $(SOURCES) $(VENV)/bin/python

@@ -1,11 +1,12 @@
 """`tqchat doctor` tells sound kernels from broken ones."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from tests.kernels.test_metal import Kernels, emulated
+from tests.emulator import EmulatedKernel, why_not
 from tqchat import doctor
 from tqchat.kernels import Backend, KVView
 from tqchat.kernels.metal.backend import Metal
@@ -18,9 +19,11 @@ def test_this_machine_is_sound(capsys: pytest.CaptureFixture[str]) -> None:
     assert "WRONG" not in printed
 
 
-@emulated
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_the_metal_kernels_are_sound() -> None:
-    kernels = Metal(make_kernel=Kernels(checked=False), cores=8, compile_ahead=False)
+    kernels = Metal(
+        make_kernel=partial(EmulatedKernel, checked=False), cores=8, compile_ahead=False
+    )
     findings = list(doctor.check_kernels(kernels, 64))
     assert len(findings) == 6
     assert not any(finding.is_wrong for finding in findings)

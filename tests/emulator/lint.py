@@ -20,6 +20,11 @@ from .translate import (
     preprocess,
 )
 
+# A type behind a bracket or comma, then * or &: a parameter, cast or template argument.
+POINTER = r"[(,<]\s*(?P<type>(?:const\s+)?(?P<name>\w+)(?:\s*<[^<>()]*>)?(?:\s+const)?)\s*[*&]"
+SCALARS = r"u?(?:char|short|int|long)|bool|half|b?float|float16_t|bfloat16_t|u?int\d+_t"
+LAMBDA = r"\[[=&]?\]\s*\("
+
 SHIM = Path(__file__).parent / "lint_shim"
 PREAMBLE = """#include "metal_stdlib"
 using namespace metal;
@@ -27,7 +32,7 @@ typedef half float16_t;
 typedef bfloat bfloat16_t;
 """
 FLAGS = [
-    "-std=c++20", "-x", "c++", f"-I{SHIM}", "-fsyntax-only",
+    "-std=c++14", "-x", "c++", f"-I{SHIM}", "-fsyntax-only",
     "-Xclang", "-cl-single-precision-constant",
     "-Wall", "-Werror=shadow", "-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier",
     "-Wno-user-defined-literals", "-Wno-reserved-user-defined-literal",
@@ -39,8 +44,9 @@ def lint(source: str, kernel: str, instantiation: str = "") -> str:
     """The compiler's complaints about a kernel's address spaces; empty if there are none.
 
     A template is checked only as far as it can be without its arguments; `instantiation`, as in
-    "half, 128", checks it wholly. Threadgroup variables outside of the kernel function are
-    refused: Metal allows them nowhere else.
+    "half, 128", checks it wholly. What Clang accepts and Metal does not is refused as well:
+    threadgroup variables outside of the kernel function, pointers and references to no address
+    space (`thread` must be said too), lambdas, anything newer than C++14.
     """
     source = preprocess(inline_includes(source))
     body = find_kernel(source, kernel)[1]
@@ -48,6 +54,13 @@ def lint(source: str, kernel: str, instantiation: str = "") -> str:
         f"threadgroup variable outside of the kernel function: {match['names']}"
         for match in re.finditer(THREADGROUP_VARIABLE, source.replace(body, ""))
     ]
+    types = {*re.findall(r"\b(?:struct|typename|class|using)\s+(\w+)", source)}
+    complaints += [
+        f"a pointer or reference without an address space: {match['type']}"
+        for match in re.finditer(POINTER, source)
+        if match["name"] in types or re.fullmatch(rf"(?:{SCALARS})[234]?|vec", match["name"])
+    ]
+    complaints += ["a lambda"] * len(re.findall(LAMBDA, source))
     if instantiation:
         instantiation = f"template decltype({kernel}<{instantiation}>) {kernel}<{instantiation}>;"
     source = re.sub(INSTANTIATION, "", source)

@@ -239,6 +239,10 @@ def test_lint_accepts() -> None:
         ("threadgroup float* p = s", "device float* p = s"),
         ("p[0] = first(x)", "p[0] = nothing(x)"),
         ("return p[0];", "threadgroup float t[2]; t[0] = p[0]; return t[0];"),
+        ("return p[0];", "float a = p[0]; float* b = (float*)&a; return *b;"),
+        ("return p[0];", "auto f = [](float x) { return x; }; return f(p[0]);"),
+        ("return p[0];", "if constexpr (true) return p[0]; return 0;"),
+        ("inline float first(", "inline float second(float& x) { return x; } inline float first("),
     ],
 )
 def test_lint_refuses(before: str, after: str) -> None:

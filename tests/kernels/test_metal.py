@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.emulator import EmulatedKernel, KernelError, lint
+from tests.emulator import EmulatedKernel, KernelError, lint, why_not
 from tqchat.engine.cache import Int4Cache
 from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KVView, codec
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
@@ -29,6 +29,8 @@ Array = NDArray[Any]
 
 ON_GPU = mx.metal.is_available()
 emulated = pytest.mark.skipif(ON_GPU, reason="the emulator is for machines without Metal")
+if not ON_GPU and why_not():
+    pytest.skip(why_not(), allow_module_level=True)
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Relative to the largest element: half a unit in the last place is 5e-4 and 4e-3."""
