@@ -25,11 +25,16 @@ inline Options make_options(const constant int* x) {
 // A running maximum may lag behind by this much (in log2) before the sums are rescaled: 2^8 is far
 // from the end of float's range.
 constant constexpr float SLACK = 8.0f;
-inline void set(thread simdgroup_float8x8& m, float2 elements) {
-  reinterpret_cast<thread float2&>(m.thread_elements()) = elements;
-}
-inline float2 get(thread simdgroup_float8x8& m) {
-  return reinterpret_cast<thread float2&>(m.thread_elements());
+
+// An 8 x 8 matrix is a float2 in each lane: matrix_row(lane), 2 * matrix_pair(lane) and the next.
+// c += a b.
+inline void multiply_add(thread float2& c, float2 a, float2 b) {
+  simdgroup_float8x8 left, right, sum, result;
+  reinterpret_cast<thread float2&>(left.thread_elements()) = a;
+  reinterpret_cast<thread float2&>(right.thread_elements()) = b;
+  reinterpret_cast<thread float2&>(sum.thread_elements()) = c;
+  simdgroup_multiply_accumulate(result, left, right, sum);
+  c = reinterpret_cast<thread float2&>(result.thread_elements());
 }
 
 // Sum or maximum over the four lanes that hold a row.
@@ -45,7 +50,7 @@ inline float row_max(float x) {
 // The state of ROWS * 8 rows in one simdgroup. A lane holds elements of row 8 a + matrix_row(lane).
 template <int D, int DV, int ROWS>
 struct Rows {
-  simdgroup_float8x8 output[ROWS][DV / 8];
+  float2 output[ROWS][DV / 8];
   float maximum[ROWS];
   float sum[ROWS];  // this lane's share
 
@@ -55,22 +60,20 @@ struct Rows {
       maximum[a] = LOWEST;
       sum[a] = 0;
       UNROLL
-      for (int f = 0; f < DV / 8; f++) output[a][f] = simdgroup_float8x8(0.0f);
+      for (int f = 0; f < DV / 8; f++) output[a][f] = float2(0.0f);
     }
   }
 
   // Turns scores into probabilities, relative to the running maximum.
-  void softmax(thread simdgroup_float8x8 (&scores)[ROWS][4]) thread {
+  void softmax(thread float2 (&scores)[ROWS][4]) thread {
     float highest[ROWS];
     bool higher = false;
     UNROLL
     for (int a = 0; a < ROWS; a++) {
       highest[a] = LOWEST;
       UNROLL
-      for (int n = 0; n < 4; n++) {
-        float2 s = get(scores[a][n]);
-        highest[a] = max(highest[a], max(s.x, s.y));
-      }
+      for (int n = 0; n < 4; n++)
+        highest[a] = max(highest[a], max(scores[a][n].x, scores[a][n].y));
       higher = higher || highest[a] > maximum[a] + SLACK;
     }
     if (simd_any(higher)) {
@@ -81,17 +84,16 @@ struct Rows {
         maximum[a] = now;
         sum[a] *= factor;
         UNROLL
-        for (int f = 0; f < DV / 8; f++) set(output[a][f], get(output[a][f]) * factor);
+        for (int f = 0; f < DV / 8; f++) output[a][f] *= factor;
       }
     }
     UNROLL
     for (int a = 0; a < ROWS; a++) {
       UNROLL
       for (int n = 0; n < 4; n++) {
-        float2 s = get(scores[a][n]);
-        float2 p = float2(metal::fast::exp2(s.x - maximum[a]), metal::fast::exp2(s.y - maximum[a]));
-        sum[a] += p.x + p.y;
-        set(scores[a][n], p);
+        const float2 s = scores[a][n] - maximum[a];
+        scores[a][n] = float2(metal::fast::exp2(s.x), metal::fast::exp2(s.y));
+        sum[a] += scores[a][n].x + scores[a][n].y;
       }
     }
   }
@@ -140,31 +142,29 @@ void attend_block(
     staged[D / 4 + i] = tile[2 * D + D / 4 + part * (DV / 4) + i];
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
-  simdgroup_float8x8 scores[ROWS][4];
+  float2 scores[ROWS][4];
   float zero[ROWS];
   UNROLL
   for (int a = 0; a < ROWS; a++) {
     zero[a] = 0;
     UNROLL
-    for (int n = 0; n < 4; n++) scores[a][n] = simdgroup_float8x8(0.0f);
+    for (int n = 0; n < 4; n++) scores[a][n] = float2(0.0f);
   }
   UNROLL
   for (int f = 0; f < D / 8; f++) {
     if (!early && f % 4 == 0) k_codes[f / 4] = k_tile[32 * (f / 4)];
-    simdgroup_float8x8 keys[4];
+    float2 keys[4];
     UNROLL
-    for (int n = 0; n < 4; n++) set(keys[n], nibbles(k_codes[f / 4][f % 4], n));
-    const Parameters p = unpack(parameters[8 * f + 2 * pair]);
-    const Parameters q = unpack(parameters[8 * f + 2 * pair + 1]);
+    for (int n = 0; n < 4; n++) keys[n] = nibbles(k_codes[f / 4][f % 4], n);
+    const uint2 words = ((const threadgroup uint2*)parameters)[4 * f + pair];
+    const Parameters p = unpack(words.x), q = unpack(words.y);
     UNROLL
     for (int a = 0; a < ROWS; a++) {
       const float2 x = query[(a * (D / 8) + f) * 32 + lane];
       zero[a] += x.x * p.zero + x.y * q.zero;
-      simdgroup_float8x8 scaled;
-      set(scaled, float2(x.x * p.scale, x.y * q.scale));
+      const float2 scaled = float2(x.x * p.scale, x.y * q.scale);
       UNROLL
-      for (int n = 0; n < 4; n++)
-        simdgroup_multiply_accumulate(scores[a][n], scaled, keys[n], scores[a][n]);
+      for (int n = 0; n < 4; n++) multiply_add(scores[a][n], scaled, keys[n]);
     }
   }
   UNROLL
@@ -172,13 +172,13 @@ void attend_block(
     const float base = row_sum(zero[a]);
     UNROLL
     for (int n = 0; n < 4; n++) {
-      float2 s = get(scores[a][n]) + base;
+      float2 s = scores[a][n] + base;
       s = float2(capped(s.x, softcap), capped(s.y, softcap));
       if (is_masked) {
         const int key = position + 8 * n + 2 * int(pair);
         s = float2(ranges[a].keep(s.x, key), ranges[a].keep(s.y, key + 1));
       }
-      set(scores[a][n], s);
+      scores[a][n] = s;
     }
   }
   rows.softmax(scores);
@@ -192,12 +192,9 @@ void attend_block(
       const Parameters p = unpack(words[n]);
       UNROLL
       for (int i = 0; i < 4; i++) {
-        simdgroup_float8x8 values;
-        set(values, nibbles(v_codes[j][n], i) * p.scale + p.zero);
+        const float2 values = fma(nibbles(v_codes[j][n], i), float2(p.scale), float2(p.zero));
         UNROLL
-        for (int a = 0; a < ROWS; a++)
-          simdgroup_multiply_accumulate(
-              rows.output[a][4 * j + i], scores[a][n], values, rows.output[a][4 * j + i]);
+        for (int a = 0; a < ROWS; a++) multiply_add(rows.output[a][4 * j + i], scores[a][n], values);
       }
     }
   }
@@ -230,11 +227,11 @@ void attend_dense(
     uint part,
     uint lane) {
   const uint row = matrix_row(lane), pair = matrix_pair(lane);
-  simdgroup_float8x8 scores[ROWS][4];
+  float2 scores[ROWS][4];
   UNROLL
   for (int a = 0; a < ROWS; a++)
     UNROLL
-    for (int n = 0; n < 4; n++) scores[a][n] = simdgroup_float8x8(0.0f);
+    for (int n = 0; n < 4; n++) scores[a][n] = float2(0.0f);
   UNROLL
   for (int j = 0; j < D / 32; j++) {
     UNROLL
@@ -244,13 +241,10 @@ void attend_dense(
       const vec<T, 4> y = k.load(token + 1, 32 * j + 4 * row);
       UNROLL
       for (int i = 0; i < 4; i++) {
-        simdgroup_float8x8 keys, queries;
-        set(keys, float2(float(x[i]), float(y[i])));
+        const float2 keys = float2(float(x[i]), float(y[i]));
         UNROLL
-        for (int a = 0; a < ROWS; a++) {
-          set(queries, query[(a * (D / 8) + 4 * j + i) * 32 + lane]);
-          simdgroup_multiply_accumulate(scores[a][n], queries, keys, scores[a][n]);
-        }
+        for (int a = 0; a < ROWS; a++)
+          multiply_add(scores[a][n], query[(a * (D / 8) + 4 * j + i) * 32 + lane], keys);
       }
     }
   }
@@ -258,14 +252,14 @@ void attend_dense(
   for (int a = 0; a < ROWS; a++) {
     UNROLL
     for (int n = 0; n < 4; n++) {
-      float2 s = get(scores[a][n]);
+      float2 s = scores[a][n];
       UNROLL
       for (int e = 0; e < 2; e++) {
         const int token = first + 8 * n + 2 * int(pair) + e;
         const int key = token < k.n_sink ? token : token + sealed;
         s[e] = ranges[a].keep(capped(s[e], softcap), key);  // none past the last is seen
       }
-      set(scores[a][n], s);
+      scores[a][n] = s;
     }
   }
   rows.softmax(scores);
@@ -282,14 +276,10 @@ void attend_dense(
           float2(float(x[0]), float(x[1])), float2(float(x[2]), float(x[3])),
           float2(float(y[0]), float(y[1])), float2(float(y[2]), float(y[3]))};
       UNROLL
-      for (int i = 0; i < 4; i++) {
-        simdgroup_float8x8 values;
-        set(values, elements[i]);
+      for (int i = 0; i < 4; i++)
         UNROLL
         for (int a = 0; a < ROWS; a++)
-          simdgroup_multiply_accumulate(
-              rows.output[a][4 * j + i], scores[a][n], values, rows.output[a][4 * j + i]);
-      }
+          multiply_add(rows.output[a][4 * j + i], scores[a][n], elements[i]);
     }
   }
 }
@@ -446,7 +436,7 @@ void attend(
   for (int first = 0; first < ROWS * (DV / 8); first += MATRICES) {
     for (int m = 0; m < MATRICES && first + m < ROWS * (DV / 8); m++) {
       const int a = (first + m) / (DV / 8), f = (first + m) % (DV / 8);
-      mine[32 * m + at.lane] = get(rows.output[a][f]) * factor[a];
+      mine[32 * m + at.lane] = rows.output[a][f] * factor[a];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int m = at.simdgroup; m < MATRICES && first + m < ROWS * (DV / 8); m += SIMDGROUPS) {

@@ -23,6 +23,8 @@ from .translate import (
 # A type behind a bracket or comma, then * or &: a parameter, cast or template argument.
 POINTER = r"[(,<]\s*(?P<type>(?:const\s+)?(?P<name>\w+)(?:\s*<[^<>()]*>)?(?:\s+const)?)\s*[*&]"
 SCALARS = r"u?(?:char|short|int|long)|bool|half|b?float|float16_t|bfloat16_t|u?int\d+_t"
+# Clang's vector types cannot be called like a constructor with several arguments.
+CONSTRUCTOR = r"\b((?:float|half|bfloat|u?int)[234])\s*\((?!&)"
 LAMBDA = r"\[[=&]?\]\s*\("
 
 SHIM = Path(__file__).parent / "lint_shim"
@@ -70,6 +72,7 @@ def lint(source: str, kernel: str, instantiation: str = "") -> str:
     source = re.sub(
         THREADGROUP_VARIABLE, r"\g<space>static threadgroup \g<type> \g<names>;", source
     )
+    source = re.sub(CONSTRUCTOR, r"msl_make<\1>(", source)
     done = subprocess.run(
         [find_clang(), *FLAGS, "-"], input="\n".join((PREAMBLE, source, instantiation, "")),
         text=True, capture_output=True,
