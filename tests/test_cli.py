@@ -474,7 +474,7 @@ def test_ctrl_c_again_and_again(environment, slow) -> None:
 def test_sigint_at_any_moment(environment, home, slow) -> None:
     """Also between those: while modules are imported, at the first token, in the last lines."""
     begun = home / "state" / "tqchat" / "tqchat.log"
-    for tenth in (0, 1, 2, 4, 8, 12):
+    for tenth in (0, 0.2, 0.5, 1, 2, 4, 8):
         begun.unlink(missing_ok=True)
         process = subprocess.Popen(
             [*TQCHAT, str(slow), "-p", "Hello" * 200, *GREEDY],

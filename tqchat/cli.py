@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from tqchat import paths
@@ -31,8 +32,8 @@ NO_MLX = (
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tqchat` command. Returns the exit code: 2 for bad input, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _log_to_file()
     try:
+        _log_to_file()
         if arguments and arguments[0] in SUBCOMMANDS:
             return _subcommand(arguments[0], arguments[1:])
         return _chat(_parser().parse_args(arguments))
@@ -59,9 +60,11 @@ def _chat(options: argparse.Namespace) -> int:
     if options.prompt is None and not piped and not options.file:
         if not sys.stdout.isatty():
             fail("The output is not a terminal: ask with -p, or pipe a question in.")
+        ctrl_c = _CtrlC()
         _require_mlx()
         from tqchat.tui.app import run
 
+        ctrl_c.raise_again()
         return run(options.model, engine_options, sampling, options.system, options.max_tokens)
     from tqchat.chat.documents import read_document, with_documents
     from tqchat.chat.errors import ChatError
@@ -80,6 +83,7 @@ def _chat(options: argparse.Namespace) -> int:
         fail(str(error))
     if not question and not documents:
         fail("There is no question: write it after -p, or pipe it in.")
+    ctrl_c = _CtrlC()
     _require_mlx()
     from tqchat.headless import answer
 
@@ -92,6 +96,7 @@ def _chat(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         as_json=options.json,
         stats=options.stats,
+        interrupted=lambda: ctrl_c.pressed,
     )
 
 
@@ -189,6 +194,27 @@ def _require_mlx() -> None:
         import mlx.core  # noqa: F401
     except ImportError:
         fail(NO_MLX)
+
+
+class _CtrlC:
+    """Remembers that Ctrl-C was pressed, from now on.
+
+    As an exception it may get lost within an import, or come between taking a lock and the code
+    that gives it back, and then the engine's thread waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+
+    def raise_again(self) -> None:
+        """From now on it is an exception; raises it if it was pressed before."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.pressed:
+            raise KeyboardInterrupt
 
 
 def fail(message: str) -> NoReturn:

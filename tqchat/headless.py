@@ -3,8 +3,8 @@
 import dataclasses
 import io
 import json
-import signal
 import sys
+from collections.abc import Callable
 
 from tqchat.chat.conversation import Message
 from tqchat.engine.engine import Engine
@@ -30,8 +30,12 @@ def answer(
     max_tokens: int | None,
     as_json: bool,
     stats: bool,
+    interrupted: Callable[[], bool],
 ) -> int:
-    """Print the answer as it comes, or one JSON object. Returns the exit code."""
+    """Print the answer as it comes, or one JSON object. Returns the exit code.
+
+    Raises KeyboardInterrupt when `interrupted` says so.
+    """
     messages = [Message("system", system)] if system else []
     messages.append(Message("user", message))
     engine = Engine(options)
@@ -45,8 +49,8 @@ def answer(
     try:
         engine.load(model)
         engine.generate(messages, sampling, max_tokens)
-        while True:
-            # Python runs signal handlers between waits, so a wait must not be endless.
+        while not interrupted():
+            # A signal does not end the wait, so it must not be endless.
             event = engine.wait(0.2)
             match event:
                 case Loading(label, done, total):
@@ -69,11 +73,8 @@ def answer(
                     status.clear()
                     _report(event, as_json, stats)
                     return 0
-    except KeyboardInterrupt:
-        # Another Ctrl-C must not break off the clean-up.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         status.clear()
-        raise
+        raise KeyboardInterrupt
     finally:
         engine.close()
 
