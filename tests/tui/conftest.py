@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 
 from tests.tui.fake_engine import FakeEngine
 from tqchat.tui import themes
-from tqchat.tui.app import ChatApp, Settings
+from tqchat.tui.app import TICK_S, ChatApp, Settings
 from tqchat.tui.widgets.bars import Activity
 from tqchat.tui.widgets.prompt import Prompt
 
@@ -84,6 +84,14 @@ class Chat:
             await self.until(lambda: all(text in self.screen_text for text in texts))
         except AssertionError:
             raise AssertionError(f"{texts} not in:\n{self.screen_text}") from None
+
+    async def settle(self) -> None:
+        """Waits until the timer has nothing more to draw."""
+        seen, same = "", 0
+        while same < 4:
+            await asyncio.sleep(TICK_S)
+            same = same + 1 if self.screen_text == seen else 0
+            seen = self.screen_text
 
     async def send(self, text: str) -> None:
         """Types a message and waits until the engine has it."""

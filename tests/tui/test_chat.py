@@ -1,13 +1,14 @@
 """The conversation as a person sees it: every command, every key, every ending."""
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from textual import events
 
 from tests.tui.conftest import Chat, Clock, chat
 from tests.tui.fake_engine import MODEL, FakeEngine
-from tqchat.engine.events import ModelInfo
 from tqchat.tui.app import ChatApp, Opened, Settings
 from tqchat.tui.commands import COMMANDS, find
 from tqchat.tui.widgets.conversation import Conversation
@@ -61,13 +62,9 @@ async def test_a_message_waits_for_the_model(engine: FakeEngine) -> None:
 
 async def test_notes_of_the_model_are_said(engine: FakeEngine) -> None:
     async with chat(engine, load=False) as screen:
-        noted = ModelInfo(**{**fields(MODEL), "notes": ("No chat template: a plain one is used.",)})
+        noted = replace(MODEL, notes=("No chat template: a plain one is used.",))
         engine.say_loaded(noted)
         await screen.shows("No chat template", MODEL.name, "int4 KV cache")
-
-
-def fields(model: ModelInfo) -> dict[str, object]:
-    return {name: getattr(model, name) for name in model.__slots__}
 
 
 async def test_the_built_in_model_says_how_to_get_a_larger_one() -> None:
@@ -295,7 +292,7 @@ async def test_the_prompt_grows_to_ten_lines(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         for lines, height in ((1, 1), (4, 4), (30, 10)):
             screen.prompt.text = "x\n" * (lines - 1)
-            await screen.until(lambda height=height: screen.prompt.size.height == height)
+            await screen.until(partial(lambda tall: screen.prompt.size.height == tall, height))
 
 
 async def test_history_goes_up_and_down_and_keeps_the_draft(engine: FakeEngine) -> None:

@@ -1,5 +1,6 @@
 """The application: what is typed goes to the engine, what the engine tells goes on the screen."""
 
+import importlib
 import logging
 import threading
 from collections import deque
@@ -34,6 +35,7 @@ from tqchat.tui import themes, welcome
 from tqchat.tui.commands import COMMANDS, Command, Unknown, find
 from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
 from tqchat.tui.figures import rate_text, seconds_text
+from tqchat.tui.parser import parser
 from tqchat.tui.state import Figures, Progress
 from tqchat.tui.terminal import use_terminal_parser
 from tqchat.tui.text import clean_line
@@ -209,6 +211,9 @@ class ChatApp(App[int]):
             opened = self._open_engine()
             opened.engine.load(opened.model)
             self._opened = opened
+            # Needed with the first answer, and slow to import: better now than then.
+            parser()
+            importlib.import_module("tqchat.tui.syntax")
         except BaseException as fault:
             log.exception("The engine did not start")
             self._open_fault = fault

@@ -8,6 +8,7 @@ from textual.widgets import Static
 
 from tqchat.engine.events import ModelInfo
 from tqchat.tui.figures import bar, bytes_text, rate_text, seconds_text
+from tqchat.tui.rows import EMPTY
 from tqchat.tui.state import Progress
 from tqchat.tui.text import clean_line
 
@@ -53,9 +54,10 @@ class Activity(Static):
     def __init__(self) -> None:
         super().__init__(markup=False)
         self._frame = 0
+        self._shown = EMPTY
 
     def show_idle(self, hint: str = "") -> None:
-        self.update(Content.styled(hint, "$text-muted"), layout=False)
+        self._put(Content.styled(hint, "$text-muted"))
 
     def tick(self) -> None:
         """Moves the spinner on by one."""
@@ -64,30 +66,34 @@ class Activity(Static):
     def show_loading(self, progress: Progress) -> None:
         parts = [self._spinner(), (f"{clean_line(progress.label)}  ", "$text")]
         if not progress.total:
-            self.update(Content.assemble(*parts), layout=False)
+            self._put(Content.assemble(*parts))
             return
         figures = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}"
-        self._show(parts, progress, figures, f"{bytes_text(progress.rate)}/s")
+        self._put_progress(parts, progress, figures, f"{bytes_text(progress.rate)}/s")
 
     def show_reading(self, progress: Progress) -> None:
         figures = f"{progress.done:,} of {progress.total:,} tokens"
         parts = [self._spinner(), ("Reading  ", "$text")]
-        self._show(parts, progress, figures, f"{rate_text(progress.rate)} tok/s")
+        self._put_progress(parts, progress, figures, f"{rate_text(progress.rate)} tok/s")
 
     def show_answering(self, tokens: int, seconds: float) -> None:
         figures = f" · {tokens:,} tokens · {seconds_text(seconds)}" if tokens else ""
-        self.update(
-            Content.assemble(self._spinner(), ("Answering", "$text"), (figures, "$text-muted")),
-            layout=False,
+        self._put(
+            Content.assemble(self._spinner(), ("Answering", "$text"), (figures, "$text-muted"))
         )
 
     def show_busy(self, text: str) -> None:
-        self.update(Content.assemble(self._spinner(), (text, "$text")), layout=False)
+        self._put(Content.assemble(self._spinner(), (text, "$text")))
+
+    def _put(self, line: Content) -> None:
+        if not line.is_same(self._shown):
+            self._shown = line
+            self.update(line, layout=False)
 
     def _spinner(self) -> tuple[str, str]:
         return f"{_SPINNER[self._frame]} ", "$primary"
 
-    def _show(
+    def _put_progress(
         self, parts: list[tuple[str, str]], progress: Progress, figures: str, rate: str
     ) -> None:
         seconds = progress.seconds_left
@@ -101,7 +107,7 @@ class Activity(Static):
             if room >= _NARROWEST_BAR:
                 break
         line = label + bar(progress.share, max(min(room, _WIDEST_BAR), 0)) + told
-        self.update(line.truncate(self.size.width, ellipsis=True), layout=False)
+        self._put(line.truncate(self.size.width, ellipsis=True))
 
 
 class KeyHints(Static):
