@@ -3,7 +3,9 @@
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from platformdirs import PlatformDirs
 
@@ -45,12 +47,19 @@ def write_private(path: Path, data: bytes | str) -> None:
 
     A symbolic link stays one; what it points to is written. Raises OSError.
     """
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """`write_private` for what is written piece by piece."""
     target = Path(os.path.realpath(path))
     private_dir(target.parent)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with open(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)

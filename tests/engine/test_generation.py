@@ -34,7 +34,7 @@ def session(backend: Backend | None = None, kv: str = "int4", context: int = 409
     backend = backend or Backend(mx.float32)
     model = build_model(LLAMA, llama_weights(LLAMA), backend)
     info = ModelInfo("tiny", "llama", context, 0, "CPU", backend.name, kv)
-    return Session(LoadedModel(model, backend, Letters(), None, info))  # type: ignore[arg-type]
+    return Session(LoadedModel(model, backend, Letters(), None, info, ""))  # type: ignore[arg-type]
 
 
 def run(session: Session, prompt: Sequence[int], sampling=GREEDY, max_tokens=20) -> Finished:

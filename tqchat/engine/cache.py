@@ -127,13 +127,18 @@ class Int4Cache:
         self._tail_v[:, start : start + k.shape[1]] = v
 
     def _seal(self, k: Array, v: Array) -> None:
-        tiles = self._backend.seal(k, v)
+        self._append_tiles(self._backend.seal(k, v))
+
+    def _append_tiles(self, tiles: Array) -> None:
         end = self._n_blocks + tiles.shape[1]
-        if end > self._tiles.shape[1]:
-            capacity = _next_capacity(end, GROWTH_TOKENS // BLOCK)
-            self._tiles = _grown(self._backend, self._tiles, capacity, mx.uint32)
+        self._reserve(end)
         self._tiles[:, self._n_blocks : end] = tiles
         self._n_blocks = end
+
+    def _reserve(self, n_blocks: int) -> None:
+        if n_blocks > self._tiles.shape[1]:
+            capacity = _next_capacity(n_blocks, GROWTH_TOKENS // BLOCK)
+            self._tiles = _grown(self._backend, self._tiles, capacity, mx.uint32)
 
     def trim(self, length: int) -> None:
         """What is left of a sealed block goes back to the tail, as its codes give it."""
@@ -149,6 +154,41 @@ class Int4Cache:
                 block = self._tiles[:, self._n_blocks : self._n_blocks + 1]
                 k, v = self._backend.unseal(block)
                 self._write_tail(0, k[:, : self._n_tail], v[:, : self._n_tail])
+        self._backend.evaluate(*self._buffers())
+
+    # What is saved, and taken up again: in canonical order, as MLX arrays
+
+    @property
+    def n_blocks(self) -> int:
+        return self._n_blocks
+
+    def blocks(self, start: int, stop: int) -> mx.array:
+        """Sealed blocks: (n_kv_heads, stop - start, tile_words)."""
+        tiles: mx.array = self._backend.to_canonical(self._tiles[:, start:stop])
+        return tiles
+
+    def sink(self) -> tuple[mx.array, mx.array]:
+        """K and V of the first tokens: (n_kv_heads, up to SINK, head_dim), 16 bits."""
+        sink = slice(0, self._n_sink)
+        return mx.array(self._sink_k[:, sink]), mx.array(self._sink_v[:, sink])
+
+    def tail(self) -> tuple[mx.array, mx.array]:
+        """K and V of the newest tokens, as `sink`."""
+        tail = slice(0, self._n_tail)
+        return mx.array(self._tail_k[:, tail]), mx.array(self._tail_v[:, tail])
+
+    def restore_sink(self, k: mx.array, v: mx.array, n_blocks: int) -> None:
+        """Begin anew with this sink and room for `n_blocks`; blocks come next, then the tail."""
+        self._n_sink = self._n_blocks = self._n_tail = 0
+        self._append(self._backend.load_table(k), self._backend.load_table(v))
+        self._reserve(n_blocks)
+
+    def restore_blocks(self, tiles: mx.array) -> None:
+        self._append_tiles(self._backend.from_canonical(tiles))
+        self._backend.evaluate(self._tiles)
+
+    def restore_tail(self, k: mx.array, v: mx.array) -> None:
+        self._append(self._backend.load_table(k), self._backend.load_table(v))
         self._backend.evaluate(*self._buffers())
 
     @property

@@ -10,12 +10,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
-from tqchat.engine.events import EngineOptions, Event, Failed, Loaded, Sampling, Stats, Usage
+from tqchat.engine.events import (
+    EngineOptions,
+    Event,
+    Failed,
+    Loaded,
+    Loading,
+    Note,
+    Sampling,
+    Stats,
+    TakenUp,
+    Usage,
+)
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load
 from tqchat.models.errors import ModelError, Stopped
@@ -45,9 +57,11 @@ class Engine:
         self._options = options
         self._loaded: LoadedModel | None = None
         self._session: Session | None = None
+        self._folder: Path | None = None
+        self._noted = ""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._last_job = 0
+        self._last_job = self._last_turn = 0
         self._stopped_to = 0
         self._closing = False
         self._arrived = threading.Event()
@@ -75,13 +89,24 @@ class Engine:
         held = tuple(messages)
         return self._add(lambda job: self._generate(job, held, sampling, max_tokens), is_turn=True)
 
+    def take_up(self, folder: Path) -> None:
+        """Go on with a conversation whose cache is saved in `folder`, or will be after each turn.
+
+        What the cache held before is forgotten. Loading events and TakenUp follow, when a model is
+        loaded; a Note comes before that if what is there cannot all be used.
+        """
+        self._add(lambda job: self._take_up(job, folder), is_turn=False)
+
     def stop(self) -> None:
         """Stop everything asked for so far, between chunks or tokens."""
         with self._lock:
             self._stopped_to = self._last_job
 
     def clear(self) -> None:
-        """Forget the conversation and free its cache: a Stats event follows."""
+        """Forget the conversation and free its cache: a Stats event follows.
+
+        What is saved of it stays on disk, and nothing more is saved.
+        """
         self._add(lambda job: self._clear(), is_turn=False)
 
     def close(self) -> None:
@@ -105,6 +130,8 @@ class Engine:
         with self._lock:
             self._last_job += 1
             number = self._last_job
+            if is_turn:
+                self._last_turn = number
         self._jobs.put(_Job(number, run, number if is_turn else None))
         return number
 
@@ -143,7 +170,48 @@ class Engine:
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
         remember(self._loaded.info.name)
         self._session = Session(self._loaded)
+        if self._folder is not None:
+            self._restore(job, self._session, self._folder)
         self._emit(Loaded(self._loaded.info, self._session.cache_use(), self._session.memory()))
+
+    def _take_up(self, job: int, folder: Path) -> None:
+        self._folder = folder
+        self._noted = ""
+        if self._session is not None:
+            self._restore(job, self._session, folder)
+
+    def _restore(self, job: int, session: Session, folder: Path) -> None:
+        def progress(done: int, total: int) -> None:
+            self._emit(Loading("Reading the saved cache", done, total))
+            if self._stopped(job):
+                raise Stopped
+
+        try:
+            note = session.take_up(folder, self._options.disk_budget, progress)
+        except Stopped:
+            note = "Stopped: the conversation is read again."
+        except Exception:
+            log.exception("The saved cache was not taken up")
+            note = "The saved cache could not be read; the log file says more."
+        self._note(note)
+        self._emit(TakenUp(session.cache_use(), session.memory()))
+
+    def _save(self, job: int) -> None:
+        """After a turn has ended, whatever happens here is no failure of it."""
+        assert self._session is not None
+        try:
+            # A turn that waits comes first; what it leaves to save is saved after it.
+            note = self._session.save(lambda: self._last_turn > job)
+        except Exception:
+            log.exception("The KV cache was not saved")
+            note = "The KV cache could not be saved; the log file says more."
+        self._note(note)
+
+    def _note(self, message: str) -> None:
+        """Tell it, unless it was the last thing told."""
+        if message and message != self._noted:
+            self._noted = message
+            self._emit(Note(message))
 
     def _generate(
         self, job: int, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None
@@ -154,8 +222,10 @@ class Engine:
         turn = self._session.turn(job, prompt, sampling, max_tokens, lambda: self._stopped(job))
         for event in turn:
             self._emit(event)
+        self._save(job)
 
     def _clear(self) -> None:
+        self._folder = None
         if self._session is not None:
-            self._session.clear()
+            self._session.take_up(None, 0, lambda done, total: None)
             self._emit(Stats(NO_USAGE, self._session.cache_use(), self._session.memory()))

@@ -126,7 +126,24 @@ class Failed:
     excess_tokens: int = 0
 
 
-Event: TypeAlias = Loading | Loaded | Prefilling | Token | Stats | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class TakenUp:
+    """A conversation's saved cache was looked for; `cache` holds what of it could be used."""
+
+    cache: CacheUse
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line that the person should know. Nothing stops because of it."""
+
+    message: str
+
+
+Event: TypeAlias = (
+    Loading | Loaded | Prefilling | Token | Stats | Finished | Failed | TakenUp | Note
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +163,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What is fixed while a model is loaded. context None: what the model was trained for."""
+    """What is fixed while a model is loaded. context None: what the model was trained for.
+
+    `disk_budget`: the most bytes that saved KV caches take together; 0 saves none.
+    """
 
     kv: KVKind = "int4"
     context: int | None = None
     threads: int | None = None
+    disk_budget: int = 20 << 30

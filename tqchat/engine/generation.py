@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -23,6 +24,7 @@ from tqchat.engine.events import (
 )
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import sample, token_id
+from tqchat.engine.saved import Identity, SavedCache
 from tqchat.models.errors import ModelError
 from tqchat.units import bytes_text
 
@@ -82,10 +84,11 @@ class Session:
         self._loaded = loaded
         self._held: list[int] = []
         self._caches: list[KVCache] = []
+        self._saved: SavedCache | None = None
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything and free the cache's memory."""
+        """Forget everything and free the cache's memory. What is saved on disk stays."""
         model, backend = self._loaded.model, self._loaded.backend
         kind = Int4Cache if self._loaded.info.kv == "int4" else DenseCache
         self._held = []
@@ -93,6 +96,45 @@ class Session:
             kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)
         ]
         mx.clear_cache()
+        if self._saved is not None:
+            self._saved.trim(0)
+
+    def take_up(
+        self, folder: Path | None, budget: int, progress: Callable[[int, int], None]
+    ) -> str:
+        """Go on with the cache saved in `folder`, and save it there; None: save no more.
+
+        Returns why not all that is there was taken up, or "". `budget` and `progress` are
+        SavedCache's.
+        """
+        self._saved = None
+        self.clear()
+        if folder is None or not budget:
+            return ""
+        caches = self._int4_caches()
+        if caches is None:
+            return "A KV cache in fp16 is not saved on disk."
+        loaded, model = self._loaded, self._loaded.model
+        shape = (model.n_layers, model.n_kv_heads, model.head_dim)
+        identity = Identity(loaded.fingerprint, loaded.tokenizer.fingerprint, shape)
+        self._saved = SavedCache(folder, identity, budget)
+        try:
+            self._held, why = self._saved.restore(caches, self._fits, progress)
+        except BaseException:
+            self.clear()
+            raise
+        return why
+
+    def save(self, give_way: Callable[[], bool]) -> str:
+        """Save what is new of the cache, if it was taken up; returns why not, or ""."""
+        caches = self._int4_caches()
+        if self._saved is None or caches is None:
+            return ""
+        return self._saved.save(self._held, caches, give_way)
+
+    def _int4_caches(self) -> list[Int4Cache] | None:
+        caches = [cache for cache in self._caches if isinstance(cache, Int4Cache)]
+        return caches if len(caches) == len(self._caches) else None
 
     def cache_use(self) -> CacheUse:
         return CacheUse(
@@ -142,6 +184,9 @@ class Session:
             # A step that broke off may have fed some layers and not others.
             self.clear()
             raise
+
+    def _fits(self, tokens: int) -> bool:
+        return self._does_not_fit(tokens) is None
 
     def _does_not_fit(self, tokens: int) -> str | None:
         """Why a prompt of so many tokens cannot be read in the memory that is free, if so.
@@ -259,6 +304,8 @@ class Session:
         if shared < len(self._held):
             for cache in self._caches:
                 cache.trim(shared)
+            if self._saved is not None:
+                self._saved.trim(shared)
             del self._held[shared:]
         return shared
 

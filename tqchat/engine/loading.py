@@ -16,17 +16,21 @@ from tqchat.models.config import Config
 from tqchat.models.download import Progress
 from tqchat.models.errors import Stopped
 from tqchat.models.find import BUILTIN, fetch, last_used, resolve
+from tqchat.models.fingerprint import fingerprint
 from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """`fingerprint` tells the model's files from others."""
+
     model: Model
     backend: Backend
     tokenizer: Tokenizer
     template: ChatTemplate
     info: ModelInfo
+    fingerprint: str
 
 
 def load(
@@ -98,7 +102,7 @@ def load_path(
         kv=options.kv,
         notes=tuple(notes),
     )
-    return LoadedModel(model, backend, tokenizer, template, info)
+    return LoadedModel(model, backend, tokenizer, template, info, fingerprint(path))
 
 
 def _warm_up(model: Model, backend: Backend, options: EngineOptions) -> None:
