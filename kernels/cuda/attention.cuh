@@ -310,23 +310,29 @@ DEVICE void attend_tile(AttentionState<D, TILES_N>& state, const Queries<D, TILE
   if constexpr (!EARLY) done();
 }
 
-// The 16-bit tokens of a KV head: the sink, then the tail.
+// The 16-bit tokens of a KV head: the sink, the tail, and those that the tail does not hold yet.
 template <class C>
 struct DenseTokens {
-  const C *sink_k, *sink_v, *tail_k, *tail_v;
-  int n_sink, n_tail, tail_position;
+  const C *sink_k, *sink_v, *tail_k, *tail_v, *new_k, *new_v;
+  int n_sink, n_tail, n_new, tail_position;
 
-  DEVICE int count() const { return n_sink + n_tail; }
+  DEVICE int count() const { return n_sink + n_tail + n_new; }
   DEVICE int position(int token) const {
     return token < n_sink ? token : token - n_sink + tail_position;
   }
   template <int D>
+  DEVICE const C* row(const C* sink, const C* tail, const C* fresh, int token) const {
+    const int in_tail = token - n_sink;
+    return in_tail < 0 ? sink + token * D
+                       : in_tail < n_tail ? tail + in_tail * D : fresh + (in_tail - n_tail) * D;
+  }
+  template <int D>
   DEVICE const C* key(int token) const {
-    return token < n_sink ? sink_k + token * D : tail_k + (token - n_sink) * D;
+    return row<D>(sink_k, tail_k, new_k, token);
   }
   template <int D>
   DEVICE const C* value(int token) const {
-    return token < n_sink ? sink_v + token * D : tail_v + (token - n_sink) * D;
+    return row<D>(sink_v, tail_v, new_v, token);
   }
 };
 
@@ -482,11 +488,13 @@ struct AttentionMemory {
 
 // First pass. Grid (splits, KV heads, groups of 8 * TILES_N rows), WARPS warps.
 // partial: per query row and split D floats, then per row and split the maximum and the sum.
+// new_k, new_v (KV heads, query tokens, D): where given, they are the newest of the tokens that
+// `lengths` counts, and are written to the tail, which does not hold them yet.
 template <int D, int TILES_N, int WARPS, int STAGES, bool SOFTCAP, class T, class C>
 DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C* sink_k,
-                   const C* sink_v, const C* tail_k, const C* tail_v, const int* lengths,
-                   const float* options, float* partial, AttentionShape shape, int sink_capacity,
-                   int tail_capacity) {
+                   const C* sink_v, C* tail_k, C* tail_v, const C* new_k, const C* new_v,
+                   const int* lengths, const float* options, float* partial, AttentionShape shape,
+                   int sink_capacity, int tail_capacity) {
   using Memory = AttentionMemory<D, TILES_N, WARPS, STAGES>;
   using Shared = SharedState<D, TILES_N>;
   constexpr int G = D / 32;
@@ -527,12 +535,16 @@ DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C*
 
   const int oldest = length - shape.tokens - window + 1;  // that any query row sees
   const int skipped = min(max(oldest - n_sink, 0) / BLOCK_TOKENS, n_blocks);
+  const int n_new = new_k == nullptr ? 0 : shape.tokens;
   const DenseTokens<C> dense{sink_k + size_t(head) * sink_capacity * D,
                              sink_v + size_t(head) * sink_capacity * D,
                              tail_k + size_t(head) * tail_capacity * D,
                              tail_v + size_t(head) * tail_capacity * D,
+                             new_k + size_t(head) * n_new * D,
+                             new_v + size_t(head) * n_new * D,
                              n_sink,
-                             n_tail,
+                             n_tail - n_new,
+                             n_new,
                              n_sink + BLOCK_TOKENS * n_blocks};
   const int n_dense = (dense.count() + DENSE_TOKENS - 1) / DENSE_TOKENS;
 
@@ -583,6 +595,14 @@ DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C*
                 n_sink + BLOCK_TOKENS * (first_tile + i * WARPS), first_row, lane,
                 [&] { ring.release(tile_address(i + STAGES), i + STAGES < n_tiles); });
     ring.advance();
+  }
+
+  if (split == splits - 1 && blockIdx.z == 0) {
+    const size_t to = (size_t(head) * tail_capacity + dense.n_tail) * D;
+    for (int i = threadIdx.x; i < n_new * D; i += WARPS * 32) {
+      tail_k[to + i] = dense.new_k[i];
+      tail_v[to + i] = dense.new_v[i];
+    }
   }
 
   Shared::put(ring_memory, state, lane);
@@ -638,8 +658,11 @@ DEVICE void merge_splits(const float* partial, int rows, int splits, int tokens,
                         : Floats4{0.f, 0.f, 0.f, 0.f};
     }
 
-  float top = NONE;
-  for (int i = lane; i < splits; i += 32) top = fmaxf(top, totals[2 * i]);
+  // Lane i keeps split i's maximum and sum; those past 32 are read again.
+  const float own_top = lane < splits ? totals[2 * lane] : NONE;
+  const float own_sum = lane < splits ? totals[2 * lane + 1] : 0.f;
+  float top = own_top;
+  for (int i = lane + 32; i < splits; i += 32) top = fmaxf(top, totals[2 * i]);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2)
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, distance));
@@ -648,8 +671,10 @@ DEVICE void merge_splits(const float* partial, int rows, int splits, int tokens,
     sink = float(sinks[row / tokens]) * LOG2E;
     top = fmaxf(top, sink);
   }
-  float sum = 0.f;
-  for (int i = lane; i < splits; i += 32) sum += exp2_fast(totals[2 * i] - top) * totals[2 * i + 1];
+  const float own_weight = exp2_fast(own_top - top);
+  float sum = own_weight * own_sum;
+  for (int i = lane + 32; i < splits; i += 32)
+    sum += exp2_fast(totals[2 * i] - top) * totals[2 * i + 1];
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2)
     sum += __shfl_xor_sync(ALL_LANES, sum, distance);
@@ -659,7 +684,8 @@ DEVICE void merge_splits(const float* partial, int rows, int splits, int tokens,
 #pragma unroll
   for (int k = 0; k < QUADS; k++) acc[k] = {0.f, 0.f, 0.f, 0.f};
   auto add = [&](int i, const Floats4(&v)[QUADS]) {
-    const float weight = exp2_fast(totals[2 * i] - top);
+    const float weight = i < 32 ? __shfl_sync(ALL_LANES, own_weight, i)
+                                : exp2_fast(totals[2 * i] - top);
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
       acc[k].x += weight * v[k].x;

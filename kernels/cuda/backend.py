@@ -29,8 +29,9 @@ SLICE = 512
 MATRIX_TILE = 16
 MAX_WARPS = 16
 SUMS_BYTES = MATRIX_TILE * 8 * 4
-# Tiles at a time where a warp has several slices: its activations are read once for all of them.
+# Tiles at a time where a warp cannot hold the activations of all its slices at once.
 TILES_AT_A_TIME = 4
+BLOCK_RESERVE = 1024  # bytes of shared memory that the driver takes for each block
 
 
 class CUDA(Backend):
@@ -111,6 +112,8 @@ class CUDA(Backend):
     def to_canonical(self, tiles: Array) -> mx.array:
         heads, n, words = tiles.shape
         dim, groups = words // 10, words // 320
+        if n == 0:
+            return tiles
         k_codes, k_scales, k_mids, v_codes, v_scales, v_mids = _split(tiles, dim)
         # k_codes: [group][g][j][i], token 8 i + g, word 4 group + j of the token.
         k_codes = k_codes.reshape(heads, n, groups, 8, 4, 4).transpose(0, 1, 5, 3, 2, 4)
@@ -141,6 +144,8 @@ class CUDA(Backend):
     def from_canonical(self, tiles: mx.array) -> Array:
         heads, n, words = tiles.shape
         dim, groups = words // 10, words // 320
+        if n == 0:
+            return tiles
         k_codes, k_params, v_codes, v_params = mx.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
         k_codes = k_codes.reshape(heads, n, 4, 8, groups, 4).transpose(0, 1, 4, 3, 5, 2)
         k_params = _halves(k_params).reshape(heads, n, groups, 4, 2, 4, 2)
@@ -163,41 +168,32 @@ class CUDA(Backend):
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        n_heads, tokens, head_dim = q.shape
-        n_kv_heads = view.tiles.shape[0]
-        supported = 64 <= head_dim <= 512 and head_dim % 32 == 0 and tokens <= MAX_DECODE_TOKENS
-        if not supported:
+        if not _supported(q):
             return super().attend(q, view, scale, softcap=softcap, sinks=sinks, window=window)
-        rows = n_heads // n_kv_heads * tokens
-        plan = _plan(head_dim, rows, n_kv_heads)
-        attend, merge = _attention_kernels(
-            head_dim, plan, softcap is not None, sinks is not None, q.dtype, view.tail_k.dtype
-        )
-        threads = 32 * plan.warps
-        partial = attend(
-            inputs=[
-                q,
-                view.tiles,
-                view.sink_k,
-                view.sink_v,
-                view.tail_k,
-                view.tail_v,
-                _lengths(view.n_sink, view.n_blocks, view.n_tail, 0),
-                _options(scale, softcap or 0.0, window or NO_WINDOW),
-            ],
-            output_shapes=[(n_heads * tokens * plan.splits * (head_dim + 2),)],
-            output_dtypes=[mx.float32],
-            grid=(plan.splits * threads, n_kv_heads, plan.row_groups),
-            threadgroup=(threads, 1, 1),
-        )
-        out: Array = merge(
-            inputs=[*partial] if sinks is None else [*partial, sinks],
-            output_shapes=[q.shape],
-            output_dtypes=[q.dtype],
-            grid=(n_heads * tokens * 32 * MERGE_WARPS, 1, 1),
-            threadgroup=(32 * MERGE_WARPS, 1, 1),
-        )[0]
-        return out
+        return _attend(q, [], view, scale, softcap, sinks, window)
+
+    def append_and_attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        view: KVView,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        window: int | None = None,
+    ) -> Array:
+        """`attend`, where the query tokens' k and v are counted in `view` but not yet held there.
+
+        The kernel writes them to the end of the view's tail, in place and behind MLX's back: what
+        else reads the tail has to wait until the result of this is there.
+        Raises ValueError where `attend` would not use the kernel.
+        """
+        if not _supported(q):
+            raise ValueError(f"no kernel for queries of shape {q.shape}")
+        new = [x.astype(view.tail_k.dtype) for x in (k, v)]
+        return _attend(q, new, view, scale, softcap, sinks, window)
 
     def attend_chunk(
         self,
@@ -276,36 +272,93 @@ def _options(scale: float, softcap: float, window: float) -> Array:
     return mx.array([scale, softcap, window, 0.0], dtype=mx.float32)
 
 
+def _supported(q: Array) -> bool:
+    _, tokens, head_dim = q.shape
+    return 64 <= head_dim <= 512 and head_dim % 32 == 0 and tokens <= MAX_DECODE_TOKENS
+
+
+def _attend(
+    q: Array,
+    new: list[Array],
+    view: KVView,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+    window: int | None,
+) -> Array:
+    n_heads, tokens, head_dim = q.shape
+    n_kv_heads = view.tiles.shape[0]
+    plan = _plan(head_dim, n_heads // n_kv_heads * tokens, n_kv_heads)
+    attend = _attend_kernel(
+        head_dim, plan, softcap is not None, bool(new), q.dtype, view.tail_k.dtype
+    )
+    lengths = view.lengths
+    if lengths is None:
+        lengths = _lengths(view.n_sink, view.n_blocks, view.n_tail, 0)
+    threads = 32 * plan.warps
+    partial = attend(
+        inputs=[
+            q,
+            view.tiles,
+            view.sink_k,
+            view.sink_v,
+            view.tail_k,
+            view.tail_v,
+            lengths,
+            _options(scale, softcap or 0.0, window or NO_WINDOW),
+            *new,
+        ],
+        output_shapes=[(n_heads * tokens * plan.splits * (head_dim + 2),)],
+        output_dtypes=[mx.float32],
+        grid=(plan.splits * threads, n_kv_heads, plan.row_groups),
+        threadgroup=(threads, 1, 1),
+    )[0]
+    merge = _merge_kernel(head_dim, q.dtype, None if sinks is None else sinks.dtype)
+    out: Array = merge(
+        inputs=[partial] if sinks is None else [partial, sinks],
+        output_shapes=[q.shape],
+        output_dtypes=[q.dtype],
+        grid=(n_heads * tokens * 32 * MERGE_WARPS, 1, 1),
+        threadgroup=(32 * MERGE_WARPS, 1, 1),
+    )[0]
+    return out
+
+
 @cache
-def _attention_kernels(
-    head_dim: int, plan: Plan, softcap: bool, sinks: bool, dtype: mx.Dtype, cache_dtype: mx.Dtype
-) -> tuple[Any, Any]:
-    suffix = f"{head_dim}_{_suffix(dtype)}"
-    parameters = f"{head_dim}, {plan.tiles_n}, {plan.warps}, {plan.stages}, {str(softcap).lower()}"
-    attend = build(
-        f"attend_{suffix}_{_suffix(cache_dtype)}_{parameters.replace(', ', '_')}",
+def _attend_kernel(
+    head_dim: int, plan: Plan, softcap: bool, new: bool, dtype: mx.Dtype, cache_dtype: mx.Dtype
+) -> Any:
+    cut = f"{head_dim}, {plan.tiles_n}, {plan.warps}, {plan.stages}, {str(softcap).lower()}"
+    held = TYPES[cache_dtype]
+    new_k, new_v = ("k", "v") if new else (f"(const {held}*)nullptr",) * 2
+    return build(
+        f"attend_{cut.replace(', ', '_')}_{new}_{_suffix(dtype)}_{_suffix(cache_dtype)}",
         "attention.cuh",
-        SHARED
-        + f"tq::attend<{parameters}>(shared, q, tiles, sink_k, sink_v, tail_k, tail_v, lengths, "
-        "options, partial, {q_shape[0] / tiles_shape[0] * q_shape[1], q_shape[1], "
-        "tiles_shape[1]}, sink_k_shape[1], tail_k_shape[1]);",
-        ["q", "tiles", "sink_k", "sink_v", "tail_k", "tail_v", "lengths", "options"],
+        SHARED + f"tq::attend<{cut}>(shared, q, tiles, sink_k, sink_v, ({held}*)tail_k, "
+        f"({held}*)tail_v, {new_k}, {new_v}, lengths, options, partial, "
+        "{q_shape[0] / tiles_shape[0] * q_shape[1], q_shape[1], tiles_shape[1]}, "
+        "sink_k_shape[1], tail_k_shape[1]);",
+        ["q", "tiles", "sink_k", "sink_v", "tail_k", "tail_v", "lengths", "options"]
+        + (["k", "v"] if new else []),
         ["partial"],
         32 * plan.warps,
         plan.shared_memory,
     )
-    values = f"partial, gridDim.x, partial_shape[0] / (gridDim.x * {head_dim + 2})"
-    sink = "gridDim.x / sinks_shape[0], sinks" if sinks else f"1, (const {TYPES[dtype]}*)nullptr"
-    merge = build(
-        f"merge_{suffix}_{'sinks' if sinks else 'plain'}",
+
+
+@cache
+def _merge_kernel(head_dim: int, dtype: mx.Dtype, sinks: mx.Dtype | None) -> Any:
+    splits = f"partial_shape[0] / (gridDim.x * {head_dim + 2})"
+    sink = "gridDim.x / sinks_shape[0], sinks" if sinks else "1, (const float*)nullptr"
+    return build(
+        f"merge_{head_dim}_{_suffix(dtype)}_{_suffix(sinks) if sinks else 'none'}",
         "attention.cuh",
-        f"tq::merge_splits<{head_dim}, {MERGE_WARPS}, {str(sinks).lower()}>"
-        f"({values}, {sink}, out);",
+        f"tq::merge_splits<{head_dim}, {MERGE_WARPS}, {str(bool(sinks)).lower()}>"
+        f"(partial, gridDim.x, {splits}, {sink}, out);",
         ["partial", "sinks"] if sinks else ["partial"],
         ["out"],
         32 * MERGE_WARPS,
     )
-    return attend, merge
 
 
 # Codec
@@ -350,6 +403,10 @@ def _few_rows(x: Array, weight: Weight) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MatvecPlan:
+    """How a product is cut: `blocks` of `warps` per multiprocessor, each warp with a ring of
+    `stages` slices; `tiles` of 16 matrix rows at a time; scales read `copy` bytes at a time."""
+
+    blocks: int
     warps: int
     stages: int
     tiles: int
@@ -358,26 +415,29 @@ class MatvecPlan:
 
 
 @cache
-def _matvec_plan(bits: int, group_size: int, columns: int) -> MatvecPlan:
+def _matvec_plan(bits: int, group_size: int, columns: int, m: int) -> MatvecPlan:
     slices = -(-columns * bits // (4 * SLICE))
     parameters = 2 * (SLICE * 4 // bits // group_size)  # bytes of a row's scales in a slice
     stage = MATRIX_TILE * (SLICE // 2 + 2 * parameters)
     most = MAX_WARPS
-    while 2 * most * stage > device().shared_memory - most * SUMS_BYTES:
+    while most * (2 * stage + SUMS_BYTES) > device().shared_memory:
         most //= 2
     passes = -(-slices // most)
     warps = -(-slices // passes)
-    stages = min(3, (device().shared_memory // warps - SUMS_BYTES) // stage)
+    blocks = most // warps
+    shared = (device().shared_memory + BLOCK_RESERVE) // blocks - BLOCK_RESERVE
+    stages = min(3, (shared // warps - SUMS_BYTES) // stage)
     row = 2 * columns // group_size
     copy = next(size for size in (16, 8, 4) if parameters % size == 0 and row % size == 0)
-    tiles = TILES_AT_A_TIME if passes > 1 else 1
-    return MatvecPlan(warps, stages, tiles, copy, warps * (stages * stage + SUMS_BYTES))
+    kept = 8 // (1 << (m - 1).bit_length())  # slices whose activations a warp holds at a time
+    tiles = 1 if passes <= kept else TILES_AT_A_TIME
+    return MatvecPlan(blocks, warps, stages, tiles, copy, warps * (stages * stage + SUMS_BYTES))
 
 
 def _matvec(x: Array, weight: Weight, dtype: mx.Dtype) -> Array:
-    plan = _matvec_plan(weight.bits, weight.group_size, weight.columns)
+    plan = _matvec_plan(weight.bits, weight.group_size, weight.columns, x.shape[0])
     threads = 32 * plan.warps
-    blocks = min(device().multiprocessors, -(-weight.rows // MATRIX_TILE))
+    blocks = min(plan.blocks * device().multiprocessors, -(-weight.rows // MATRIX_TILE))
     y: Array = _matvec_kernel(weight.bits, weight.group_size, plan, x.dtype, dtype)(
         inputs=[x, weight.data, weight.scales, weight.biases],
         output_shapes=[(x.shape[0], weight.rows)],
@@ -402,6 +462,7 @@ def _matvec_kernel(
         ["y"],
         32 * plan.warps,
         plan.shared_memory,
+        plan.blocks,
     )
 
 

@@ -1,7 +1,6 @@
 """What the kernels need to know of the GPU, and how they are built for it."""
 
 import ctypes
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,14 +45,6 @@ def _check(error: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with CUDA error {error}.")
 
 
-@cache
-def _sources_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(HERE.glob("*.cuh")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def build(
     name: str,
     header: str,
@@ -62,16 +53,18 @@ def build(
     outputs: list[str],
     threads: int,
     shared_memory: int = 0,
+    blocks: int = 1,
 ) -> Any:
     """A kernel whose `body` calls a device function of the file `header`.
 
-    The file is included by its path, as MLX goes through the whole source at every call. MLX also
-    keeps compiled kernels on disk under their names, hence the digest of our sources in `name`.
+    threads: of a block. shared_memory: bytes of a block. blocks: that a multiprocessor has to hold.
+
+    The file is included by its path, as MLX goes through the whole source at every call.
     `__global__` is redefined to carry the launch bounds, which MLX's signature lacks.
     """
-    bounds = f"__attribute__((global)) __attribute__((launch_bounds({threads}, 1)))"
+    bounds = f"__attribute__((global)) __attribute__((launch_bounds({threads}, {blocks})))"
     return mx.fast.cuda_kernel(
-        name=f"tqchat_{name}_{_sources_digest()}",
+        name=f"tqchat_{name}",
         input_names=inputs,
         output_names=outputs,
         header=f'#include "{HERE / header}"\n#undef __global__\n#define __global__ {bounds}\n',

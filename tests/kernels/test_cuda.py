@@ -57,7 +57,8 @@ def hold(
 
     def buffer(capacity: int, filled: int) -> tuple[mx.array, Float64]:
         x = np.full((n_kv_heads, capacity, head_dim), np.nan, np.float32)
-        x[:, :filled] = size * rng.normal(size=(n_kv_heads, filled, head_dim))
+        values = size * rng.normal(size=(n_kv_heads, filled, head_dim))
+        x[:, :filled] = np.clip(values, -65504, 65504)
         array = mx.array(x).astype(dtype)
         return array, float64(array)[:, :filled]
 
@@ -69,8 +70,11 @@ def hold(
     offsets = rng.normal(size=(1, 1, head_dim))  # K's channels are not centred in real models
     k = size * (rng.normal(size=shape) + offsets)
     v = size * rng.normal(size=shape)
-    canonical = codec.seal(mx.array(k.astype(np.float32)), mx.array(v.astype(np.float32)))
-    k64, v64 = (float64(x) for x in codec.unseal(canonical))
+    if n_blocks:
+        canonical = codec.seal(mx.array(k.astype(np.float32)), mx.array(v.astype(np.float32)))
+    else:
+        canonical = mx.zeros((n_kv_heads, 0, 10 * head_dim), mx.uint32)
+    k64, v64 = (np.zeros(shape),) * 2 if not n_blocks else map(float64, codec.unseal(canonical))
     spare = mx.array(rng.integers(0, 2**32, (n_kv_heads, 3, 10 * head_dim), dtype=np.uint32))
     tiles = mx.concatenate([backend.from_canonical(canonical), spare], axis=1)
     return Held(
@@ -222,6 +226,8 @@ def test_seal_and_unseal(head_dim: int, dtype: str) -> None:
     canonical = codec.seal(k, v)
     assert mx.array_equal(backend.to_canonical(tiles), canonical)
     for ours, reference in zip(backend.unseal(tiles), codec.unseal(canonical), strict=True):
+        # A group's maximum may come back a step above fp16's range.
+        reference = mx.clip(reference, -65504, 65504) if dtype == "fp16" else reference
         assert mx.array_equal(ours, reference.astype(backend.dtype))
 
 
