@@ -45,19 +45,19 @@ ATTEND = """
   threadgroup uint scratch[SIMDGROUPS * scratch_words(D, DV)];
   threadgroup float2 row_statistics[SIMDGROUPS * ROWS * 8];
   const Lengths held = make_lengths(lengths);
-  const Options view = make_options(options);
+  const Options look = make_options(options);
   const uint3 group = threadgroup_position_in_grid;
   const Place at = {group.y, group.x / (D / DV), group.x % (D / DV), group.z,
                     simdgroup_index_in_threadgroup, thread_index_in_simdgroup};
   const int n_tokens = q_shape[1], n_rows = q_shape[0] / sink_k_shape[0] * n_tokens;
   RESULTS
   attend<D, DV, ROWS, SIMDGROUPS>(
-      q, sink_k, sink_v, tiles, tail_k, tail_v, held, view, n_rows, n_tokens, tiles_shape[1],
+      q, sink_k, sink_v, tiles, tail_k, tail_v, held, look, n_rows, n_tokens, tiles_shape[1],
       sink_k_shape[1], tail_k_shape[1], at, query, scratch, row_statistics, results);
 """
 ATTEND_SPLIT = ATTEND.replace(
     "RESULTS",
-    """const int first = (at.head * view.n_splits + at.split) * n_rows;
+    """const int first = (at.head * look.n_splits + at.split) * n_rows;
   Partial<D> results = {partial + ulong(first) * D, (device float2*)statistics + first};""",
 )
 ATTEND_WHOLE = ATTEND.replace(
@@ -68,7 +68,7 @@ ATTEND_WHOLE = ATTEND.replace(
 MERGE = """
   const int n_tokens = HAS_LOGITS ? statistics_shape[0] * statistics_shape[2] / logits_shape[0] : 1;
   merge<D, HAS_LOGITS>(
-      partial, (const device float2*)statistics, logits, out, statistics_shape[1],
+      partial, statistics, logits, out, statistics_shape[1],
       statistics_shape[2], n_tokens, threadgroup_position_in_grid.z,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
@@ -237,8 +237,9 @@ class Metal(Backend):
         )
         self._compile_ahead = compile_ahead
         self._compiled: set[tuple[int, int, int]] = set()
-        self._no_logits = mx.zeros(8)
-        self._no_tiles = mx.zeros((1, 1, 8), mx.uint32)
+        # Not mx.zeros, which is lazy: a lazy array belongs to the thread that made it.
+        self._no_logits = mx.array([0.0] * 8)
+        self._no_tiles = mx.array([[[0] * 8]], dtype=mx.uint32)
 
     def attend(
         self,

@@ -4,8 +4,10 @@
 // difference is NaN, and exp2(UNSEEN - LOWEST) = 0.
 constant constexpr float LOWEST = -1e30f, UNSEEN = -3e38f;
 
+// MLX passes an array of less than 8 elements in constant memory, any other in device memory: what
+// may be so small comes as a pointer of any type.
+
 // A logit per head that joins the softmax without a value (learned attention sinks).
-// MLX passes an array of less than 8 elements in constant memory, any other in device memory.
 template <bool HAS_LOGITS, typename Logits>
 float with_logit(float sum, float maximum, Logits logits, int head) {
   if (!HAS_LOGITS) return sum;
@@ -13,10 +15,10 @@ float with_logit(float sum, float maximum, Logits logits, int head) {
 }
 
 // Pass 2: a simdgroup joins the splits of 32 channels of one row; lane s weighs split s.
-template <int D, bool HAS_LOGITS, typename T, typename Logits>
+template <int D, bool HAS_LOGITS, typename T, typename Statistics, typename Logits>
 void merge(
     const device float* partial,
-    const device float2* statistics,
+    Statistics statistics,
     Logits logits,
     device T* output,
     int n_splits,
@@ -28,9 +30,9 @@ void merge(
   const int head = head_row / n_rows, row = head_row % n_rows;
   float maximum = LOWEST, sum = 0;
   if (int(lane) < n_splits) {
-    const float2 own = statistics[(head * n_splits + int(lane)) * n_rows + row];
-    maximum = own.x;
-    sum = own.y;
+    const int at = 2 * ((head * n_splits + int(lane)) * n_rows + row);
+    maximum = statistics[at];
+    sum = statistics[at + 1];
   }
   const float highest = simd_max(maximum);
   const float weight = metal::fast::exp2(maximum - highest);
