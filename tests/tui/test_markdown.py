@@ -124,6 +124,10 @@ def test_code_keeps_its_lines_and_shows_its_language() -> None:
     assert plain("```py\nif x:\n    y\n\nz\n```") == ["  py", "  if x:", "      y", "", "  z"]
 
 
+def test_lines_of_a_paragraph_stay_lines_with_their_indent() -> None:
+    assert plain("def f(x):\n    return **x**  \nend") == ["def f(x):", "    return x", "end"]
+
+
 def test_table_columns_line_up() -> None:
     assert plain("| a | bb |\n|---|---:|\n| ccc | d |") == [
         "a    bb",

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import ClassVar, Protocol
 
@@ -648,6 +649,17 @@ class ChatApp(App[int]):
         self._conversation.show_end()
 
 
+def open_engine(model: str | None, options: EngineOptions) -> Opened:
+    """Starts an engine for the model named, else the last one used, else the built-in one."""
+    from tqchat.engine.engine import Engine
+    from tqchat.models.find import BUILTIN, last_used
+
+    name = model or last_used() or BUILTIN
+    engine = Engine(options)
+    engine.start()
+    return Opened(engine, name, suggest_larger=model is None and name == BUILTIN)
+
+
 def run(
     model: str | None,
     options: EngineOptions,
@@ -656,18 +668,8 @@ def run(
     max_tokens: int | None,
 ) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
-
-    def open_engine() -> Opened:
-        from tqchat.engine.engine import Engine
-        from tqchat.models.find import BUILTIN, last_used
-
-        name = model or last_used() or BUILTIN
-        engine = Engine(options)
-        engine.start()
-        return Opened(engine, name, suggest_larger=model is None and name == BUILTIN)
-
     use_terminal_parser()
-    app = ChatApp(open_engine, Settings(system, sampling, max_tokens))
+    app = ChatApp(partial(open_engine, model, options), Settings(system, sampling, max_tokens))
     try:
         code = app.run()
     finally:
