@@ -34,7 +34,9 @@ def attend(
 ) -> Floats:
     """q attends to what `view` holds and then to k and v; its tokens are the last of those."""
 
-def set_threads(n: int, /) -> None: ...
+def set_threads(n: int, /) -> int:
+    """Returns how many there will be: there is a most."""
+
 def instruction_sets() -> list[str]:
     """What this machine and this build have, best first; the first is in use."""
 

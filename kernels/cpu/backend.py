@@ -26,8 +26,7 @@ class CPU(Backend):
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__(mx.float32)
-        self.threads = threads or usable_cores()
-        _native.set_threads(self.threads)
+        self.threads = _native.set_threads(threads or usable_cores())
         self.name = f"CPU, {_native.instruction_sets()[0]}, {self.threads} threads"
         self._rope_for: tuple[Array, int, int] = (None, 0, 0)
         self._rope_table = np.zeros((0, 2, 0), np.float32)

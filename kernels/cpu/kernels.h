@@ -28,7 +28,7 @@ typedef struct {
 
 typedef struct {
     Matrix matrix;
-    const int32_t *ids; /* (tokens,), in range */
+    const int64_t *ids; /* (tokens,), in range */
     int64_t tokens;
     float *y; /* (tokens, columns) */
 } Embed;

@@ -198,7 +198,7 @@ static PyObject *py_embed(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         return wrong("embed takes weight, ids");
     if (!read_matrix(&held, args[0], &job.matrix))
         return release(&held, NULL);
-    PyArrayObject *y, *ids = hold(&held, PyArray_FROMANY(args[1], NPY_INT32, 1, 1,
+    PyArrayObject *y, *ids = hold(&held, PyArray_FROMANY(args[1], NPY_INT64, 1, 1,
                                                          NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST));
     if (!ids)
         return release(&held, NULL);
@@ -480,8 +480,8 @@ static PyObject *py_set_threads(PyObject *self, PyObject *number) {
     long n = PyLong_AsLong(number);
     if (n < 1)
         return PyErr_Occurred() ? NULL : wrong("at least one thread is needed");
-    pool_resize(n > 1024 ? 1024 : (int)n);
-    Py_RETURN_NONE;
+    pool_resize(n > INT_MAX ? INT_MAX : (int)n);
+    return PyLong_FromLong(pool_size());
 }
 
 static const Kernels *const *const all[] = {&kernels_avx512, &kernels_avx2, &kernels_base};

@@ -93,7 +93,7 @@ static void products(Format format, Format parameter_format, int64_t rows, int64
     kernels->linear(&(Linear){m, x, bias, tokens, y});
     check("linear", y, expected, tokens * rows);
 
-    int32_t ids[] = {(int32_t)rows - 1, 0};
+    int64_t ids[] = {rows - 1, 0};
     float *embedded = blank(2 * columns);
     kernels->embed(&(Embed){m, ids, 2, embedded});
     pool_leave();
@@ -233,7 +233,8 @@ static void *call_often(void *nothing) {
     return nothing;
 }
 
-int main(void) {
+/* Arguments: how many threads, for one round each. */
+int main(int n_arguments, char **arguments) {
     const Kernels *all[] = {kernels_base, NULL, NULL};
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
@@ -243,11 +244,11 @@ int main(void) {
         all[2] = kernels_avx512;
 #endif
     for (int i = 0; i < 3; i++)
-        for (int threads = 1; all[i] && threads <= 3; threads += 2) {
+        for (int j = 1; all[i] && j < n_arguments; j++) {
             kernels = all[i];
-            pool_resize(threads);
+            pool_resize(atoi(arguments[j]));
             everything();
-            printf("%s, %d threads: right\n", kernels->instruction_set, threads);
+            printf("%s, %s threads: right\n", kernels->instruction_set, arguments[j]);
         }
     pthread_t other;
     pthread_create(&other, NULL, call_often, NULL);
