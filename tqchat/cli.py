@@ -5,13 +5,17 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tqchat import paths
 from tqchat.engine.events import EngineOptions, Sampling
+
+if TYPE_CHECKING:
+    from tqchat.chat.sessions import Session
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -47,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    engine_options = EngineOptions(options.kv, options.context, options.threads)
+    disk_budget = int(options.disk_budget * 2**30)
+    engine_options = EngineOptions(options.kv, options.context, options.threads, disk_budget)
     sampling = Sampling(
         options.temperature,
         options.top_p,
@@ -60,6 +65,8 @@ def _chat(options: argparse.Namespace) -> int:
     if options.prompt is None and not piped and not options.file:
         if not sys.stdout.isatty():
             fail("The output is not a terminal: ask with -p, or pipe a question in.")
+        if options.newest or options.resume is not None:
+            fail("The screen cannot go on with a conversation yet: ask with -p.")
         ctrl_c = _CtrlC()
         _require_mlx()
         from tqchat.tui.app import run
@@ -87,17 +94,37 @@ def _chat(options: argparse.Namespace) -> int:
     _require_mlx()
     from tqchat.headless import answer
 
-    return answer(
-        model=options.model,
-        message=with_documents(question, documents),
-        system=options.system,
-        options=engine_options,
-        sampling=sampling,
-        max_tokens=options.max_tokens,
-        as_json=options.json,
-        stats=options.stats,
-        interrupted=lambda: ctrl_c.pressed,
-    )
+    try:
+        with _session(options) as session:
+            return answer(
+                model=options.model,
+                message=with_documents(question, documents),
+                system=options.system,
+                options=engine_options,
+                sampling=sampling,
+                max_tokens=options.max_tokens,
+                as_json=options.json,
+                stats=options.stats,
+                interrupted=lambda: ctrl_c.pressed,
+                session=session,
+            )
+    except ChatError as error:
+        fail(str(error))
+
+
+def _session(options: argparse.Namespace) -> AbstractContextManager["Session | None"]:
+    """The saved conversation to go on with, if one is asked for. Raises ChatError."""
+    from tqchat.chat import sessions
+
+    if options.newest:
+        if not (summaries := sessions.summaries()):
+            fail("There is no saved conversation to go on with.")
+        return sessions.Session.open(summaries[0].id)
+    if options.resume == "":
+        fail("Name the conversation after --resume, or go on with the newest: --continue.")
+    if options.resume is not None:
+        return sessions.Session.open(options.resume)
+    return nullcontext()
 
 
 def _subcommand(name: str, arguments: Sequence[str]) -> int:
@@ -115,6 +142,7 @@ def _subcommand(name: str, arguments: Sequence[str]) -> int:
     if name == "pull":
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     options = parser.parse_args(arguments)
+    _require_mlx()
     from tqchat import library
 
     return library.pull(options.model) if name == "pull" else library.show()
@@ -140,6 +168,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_positive, metavar="N", help="most tokens a conversation may take")
     add("--threads", type=_positive, metavar="N", help="CPU threads (all that it may use)")
     add("--max-tokens", type=_positive, metavar="N", help="most tokens of one answer")
+    add("--continue", dest="newest", action="store_true", help="go on with the newest conversation")
+    add("--resume", nargs="?", const="", metavar="ID", help="go on with a saved conversation")
+    text = "most disk that saved KV caches take, in GiB; 0: none is saved"
+    _number(add, "--disk-budget", EngineOptions().disk_budget / 2**30, 0, 1e6, text)
     defaults = Sampling()
     group = parser.add_argument_group("sampling")
     add = group.add_argument

@@ -6,7 +6,8 @@ import json
 import sys
 from collections.abc import Callable
 
-from tqchat.chat.conversation import Message
+from tqchat.chat.conversation import Conversation, Message
+from tqchat.chat.sessions import Session
 from tqchat.engine.engine import Engine
 from tqchat.engine.events import (
     EngineOptions,
@@ -14,6 +15,7 @@ from tqchat.engine.events import (
     Finished,
     Loaded,
     Loading,
+    Note,
     Prefilling,
     Sampling,
     Token,
@@ -31,13 +33,21 @@ def answer(
     as_json: bool,
     stats: bool,
     interrupted: Callable[[], bool],
+    session: Session | None = None,
 ) -> int:
     """Print the answer as it comes, or one JSON object. Returns the exit code.
 
-    Raises KeyboardInterrupt when `interrupted` says so.
+    With a `session` the message goes on with that conversation, and is taken back if nothing is
+    answered. Raises KeyboardInterrupt when `interrupted` says so, ChatError when the session
+    cannot be saved.
     """
-    messages = [Message("system", system)] if system else []
-    messages.append(Message("user", message))
+    if session is None:
+        turn = None
+        messages = Conversation(system or "", [Message("user", message)]).prompt()
+    else:
+        turn = _Turn(session, message, system)
+        model = model or session.model
+        messages = session.conversation.prompt()
     engine = Engine(options)
     engine.start()
     status = _Status()
@@ -47,6 +57,8 @@ def answer(
         # The locale may lack characters that the model writes.
         sys.stdout.reconfigure(errors="replace")
     try:
+        if session is not None:
+            engine.take_up(session.cache_folder)
         engine.load(model)
         engine.generate(messages, sampling, max_tokens)
         while not interrupted():
@@ -57,26 +69,74 @@ def answer(
                     status.show(f"{label}: {_percent(done, total)}")
                 case Loaded(info):
                     status.clear()
+                    if session is not None:
+                        session.use_model(info.name)
                     for note in info.notes:
                         print(f"tqchat: {note}", file=sys.stderr)
                 case Prefilling(done=done, total=total):
                     status.show(f"Reading the prompt: {_percent(done, total)}")
-                case Token(text=text) if not as_json:
+                case Note(text):
                     status.clear()
-                    sys.stdout.write(shown(text))
-                    sys.stdout.flush()
+                    print(f"tqchat: {text}", file=sys.stderr)
+                case Token(text=text):
+                    if turn is not None:
+                        turn.stream(text)
+                    if not as_json:
+                        status.clear()
+                        sys.stdout.write(shown(text))
+                        sys.stdout.flush()
                 case Failed(_, reason):
                     status.clear()
                     print(f"tqchat: {reason}", file=sys.stderr)
                     return 2
-                case Finished():
+                case Finished(text=text):
                     status.clear()
                     _report(event, as_json, stats)
+                    if turn is not None:
+                        turn.finish(text)
+                        status.show("Saving the conversation's cache")
                     return 0
         status.clear()
         raise KeyboardInterrupt
     finally:
         engine.close()
+        status.clear()
+        if turn is not None:
+            turn.end()
+        # What there is to say about the saving.
+        for event in engine.events:
+            if isinstance(event, Note):
+                print(f"tqchat: {event.message}", file=sys.stderr)
+
+
+class _Turn:
+    """A question and its answer in a session on disk."""
+
+    def __init__(self, session: Session, message: str, system: str | None) -> None:
+        self._session = session
+        messages = session.conversation.messages
+        # A question that a crash left without an answer is asked again, with this one.
+        self._start = len(messages) - session.unanswered
+        self._before = messages[self._start :]
+        self._answered = False
+        if system is not None:
+            session.set_system(system)
+        if self._before:
+            session.replace(self._start)
+        session.add_user("\n\n".join([*(m.content for m in self._before), message]))
+
+    def stream(self, text: str) -> None:
+        self._session.stream(text)
+        self._answered = self._answered or bool(text)
+
+    def finish(self, text: str) -> None:
+        self._session.finish(text)
+        self._answered = True
+
+    def end(self) -> None:
+        """However it ended: what was answered stays."""
+        if not self._answered:
+            self._session.replace(self._start, messages=self._before)
 
 
 def _report(finished: Finished, as_json: bool, stats: bool) -> None:

@@ -5,7 +5,8 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +17,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.engine.test_engine import ask, once, until
 from tests.engine.test_generation import GREEDY, Letters, run
+from tests.folders import write_tiny
 from tests.tiny import LLAMA, build_model, llama_weights
 from tqchat.chat import sessions
 from tqchat.engine import saved
-from tqchat.engine.events import ModelInfo
+from tqchat.engine.engine import Engine
+from tqchat.engine.events import (
+    EngineOptions,
+    Event,
+    Loaded,
+    Loading,
+    ModelInfo,
+    Note,
+    TakenUp,
+)
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import SINK, Backend, select, tile_words
 from tqchat.kernels.layout import tile_bytes
 
 N_LAYERS, N_KV_HEADS, HEAD_DIM = 3, 2, 32
+TIDES = Path(__file__).parents[1] / "data" / "tides.txt"
 BLOCK_BYTES = N_LAYERS * N_KV_HEADS * tile_bytes(HEAD_DIM)
 MODELS = {
     name: build_model(LLAMA, llama_weights(LLAMA), backend)
@@ -463,3 +476,145 @@ def test_too_much_for_the_memory_is_not_taken_up(
     monkeypatch.setattr(one, "_fits", lambda tokens: tokens < 500)
     assert "memory" in take_up(one, folder)
     assert one.cache_use().tokens == 0
+
+
+# The engine
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextmanager
+def engine(model: Path, **options: object) -> Iterator[Engine]:
+    one = Engine(EngineOptions(**options))  # type: ignore[arg-type]
+    one.start()
+    one.load(str(model))
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def notes(events: Sequence[Event]) -> list[str]:
+    return [event.message for event in events if isinstance(event, Note)]
+
+
+QUESTIONS = "Sixteen letters." * 40, "And now?", "And then?"
+
+
+def two_turns(model: Path, folder: Path) -> tuple[str, str]:
+    with engine(model) as one:
+        one.take_up(folder)
+        first = ask(one, QUESTIONS[0]).text
+        second = ask(one, QUESTIONS[0], first, QUESTIONS[1]).text
+    assert notes(list(one.events)) == []
+    return first, second
+
+
+@pytest.mark.parametrize("before_loading", [True, False])
+def test_a_second_process_prefills_its_question_alone(
+    tiny: Path, folder: Path, before_loading: bool
+) -> None:
+    first, second = two_turns(tiny, folder)
+    with engine(tiny) as one:
+        if before_loading:
+            one.take_up(folder)
+            one.load(str(tiny))
+        else:
+            until(one, Loaded)
+            one.take_up(folder)
+        *events, taken_up = until(one, TakenUp)
+        assert isinstance(taken_up, TakenUp)
+        assert taken_up.cache.tokens > 600
+        assert notes(events) == []
+        again = ask(one, QUESTIONS[0], first, QUESTIONS[1], second, QUESTIONS[2])
+    # Random tokens may be no text: the end of the last answer is read again.
+    assert again.usage.cached_tokens > taken_up.cache.tokens - 13
+    with engine(tiny) as one:
+        ask(one, QUESTIONS[0])
+        ask(one, QUESTIONS[0], first, QUESTIONS[1])
+        unbroken = ask(one, QUESTIONS[0], first, QUESTIONS[1], second, QUESTIONS[2])
+    assert again.text == unbroken.text
+    assert again.usage.cached_tokens == unbroken.usage.cached_tokens
+
+
+def test_a_model_whose_files_have_changed_prefills(tiny: Path, folder: Path) -> None:
+    first, _ = two_turns(tiny, folder)
+    os.utime(tiny / "model.safetensors", (1, 1))
+    with engine(tiny) as one:
+        one.take_up(folder)
+        events = until(one, TakenUp)
+        assert ["another model" in note for note in notes(events)] == [True]
+        assert ask(one, QUESTIONS[0]).text == first
+
+
+def test_a_cleared_conversation_is_not_saved_over(tiny: Path, folder: Path) -> None:
+    first, second = two_turns(tiny, folder)
+    with engine(tiny) as one:
+        one.take_up(folder)
+        one.clear()
+        ask(one, "Something else")
+    with engine(tiny) as one:
+        one.take_up(folder)
+        until(one, TakenUp)
+        again = ask(one, QUESTIONS[0], first, QUESTIONS[1], second, QUESTIONS[2])
+    assert again.usage.cached_tokens > 600
+
+
+def test_a_stop_while_the_saved_cache_is_read(tiny: Path, folder: Path) -> None:
+    first, _ = two_turns(tiny, folder)
+    with engine(tiny) as one:
+        until(one, Loaded)
+        one.events = once(Loading, one.stop)
+        one.take_up(folder)
+        *events, taken_up = until(one, TakenUp)
+        assert isinstance(taken_up, TakenUp)
+        assert taken_up.cache.tokens == 0
+        assert ["Stopped" in note for note in notes(events)] == [True]
+        assert ask(one, QUESTIONS[0]).text == first
+
+
+def test_what_goes_wrong_while_saving_is_a_note_and_said_once(
+    tiny: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(saved, "_write", broken)
+    with engine(tiny) as one:
+        one.take_up(folder)
+        for _ in range(3):
+            ask(one, QUESTIONS[0])
+    assert len(notes(list(one.events))) <= 1
+    with engine(tiny) as one:
+        one.take_up(folder)
+        ask(one, QUESTIONS[0])
+        assert ["log file" in note for note in notes(until(one, Note))] == [True]
+
+
+def test_smollm2_comes_back_and_answers_the_same(smollm2_gguf: Path, folder: Path) -> None:
+    """With the cache nothing is read again; with a damaged one the answer is still the same."""
+    story = TIDES.read_text()[:2500] + "\n\nWhat is the text about?"
+    then = "What causes the tides?"
+    with engine(smollm2_gguf) as one:
+        one.take_up(folder)
+        first = ask(one, story, max_tokens=20).text
+        expected = ask(one, story, first, then, max_tokens=20)
+    shutil.copytree(folder, folder.with_name("damaged"))
+    with engine(smollm2_gguf) as one:
+        one.take_up(folder)
+        taken_up = until(one, TakenUp)[-1]
+        again = ask(one, story, first, then, max_tokens=20)
+        assert again.text == expected.text
+        # All that the first process held but the end of its last answer.
+        assert again.usage.cached_tokens >= taken_up.cache.tokens - 50  # type: ignore[union-attr]
+        assert again.usage.cached_tokens > 500
+        segment = next(folder.with_name("damaged").glob("0*"))
+        content = bytearray(segment.read_bytes())
+        content[len(content) // 2] ^= 16
+        segment.write_bytes(content)
+        one.take_up(segment.parent)
+        assert ["damaged" in note for note in notes(until(one, TakenUp))] == [True]
+        assert ask(one, story, first, then, max_tokens=20).text == expected.text
