@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import hashlib
-import pickle
+import json
 import re
 import subprocess
 import tempfile
@@ -167,9 +167,8 @@ class Kernel:
         self._path = _cached("kernel", repr((flags, translation.source)).encode())
         if not self._path.exists():
             self._build(translation.source, flags)
-        self._blocks: list[Counter[str]] = pickle.loads(
-            self._path.with_suffix(".blocks").read_bytes()
-        )
+        blocks = json.loads(self._path.with_suffix(".json").read_text())
+        self._blocks: list[Counter[str]] = [Counter(block) for block in blocks]
         self._library = ctypes.CDLL(str(self._path))
 
     def _build(self, source: str, flags: list[str]) -> None:
@@ -186,7 +185,7 @@ class Kernel:
             final = ["-O0" if self.checked else "-O2", "-Xclang", "-disable-llvm-passes", "-fPIC"]
             final += ["-mf16c", "-mfma", "-shared", "-Wl,-Bsymbolic-functions"]
             _compile([*final, "-Wno-override-module", code, "-o", made])
-            self._path.with_suffix(".blocks").write_bytes(pickle.dumps(blocks))
+            self._path.with_suffix(".json").write_text(json.dumps(blocks))
             made.rename(self._path)
 
     def __call__(
