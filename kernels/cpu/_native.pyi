@@ -37,6 +37,9 @@ def attend(
 def set_threads(n: int, /) -> int:
     """Returns how many there will be: there is a most."""
 
+def trim_heap() -> None:
+    """Gives freed memory back to the system, where malloc would keep it."""
+
 def instruction_sets() -> list[str]:
     """What this machine and this build have, best first; the first is in use."""
 

@@ -9,6 +9,10 @@
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #include <numpy/arrayobject.h>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #include "kernels.h"
 #include "pool.h"
 
@@ -484,6 +488,14 @@ static PyObject *py_set_threads(PyObject *self, PyObject *number) {
     return PyLong_FromLong(pool_size());
 }
 
+static PyObject *py_trim_heap(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
+    Py_RETURN_NONE;
+}
+
 static const Kernels *const *const all[] = {&kernels_avx512, &kernels_avx2, &kernels_base};
 
 static int machine_has(const Kernels *k) {
@@ -529,6 +541,7 @@ static PyMethodDef methods[] = {
     FAST(linear), FAST(embed), FAST(rms_norm), FAST(swiglu), FAST(rope), FAST(seal),
     FAST(unseal), FAST(attend),
     {"set_threads", py_set_threads, METH_O, NULL},
+    {"trim_heap", py_trim_heap, METH_NOARGS, NULL},
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
     {NULL, NULL, 0, NULL},
