@@ -491,3 +491,28 @@ async def test_selected_text_comes_without_margins_and_breaks(engine: FakeEngine
         assert "tell me" in selected
         await screen.pilot.press("ctrl+c")
         assert screen.app.clipboard == selected
+
+
+async def test_dragging_selects_and_the_prompt_keeps_the_keys(engine: FakeEngine) -> None:
+    async with chat(engine, size=(100, 30)) as screen:
+        await screen.exchange("tell me", "alpha beta gamma")
+        row = screen.screen_text.split("\n").index(
+            next(line for line in screen.screen_text.split("\n") if "alpha beta" in line)
+        )
+        conversation = screen.app.query_one(Conversation)
+        top = conversation.region.y
+        await screen.pilot.mouse_down(Conversation, offset=(8, row - top))
+        await screen.pilot.hover(Conversation, offset=(11, row - top))
+        await screen.pilot.mouse_up(Conversation, offset=(11, row - top))
+        await screen.pilot.press("ctrl+c")
+        assert screen.app.clipboard == "beta"
+        await screen.pilot.press("x")
+        assert screen.prompt.text == "x"
+
+
+async def test_commands_are_not_in_the_history(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.command("/help")
+        await screen.pilot.press("up")
+        assert screen.prompt.text == "one"

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 from textual import events
 
 from tests.tui.conftest import Chat, chat
@@ -35,46 +34,50 @@ def drawn(chat: Chat) -> str:
     return "\n".join(segment.text for strip in strips for segment in strip)
 
 
-def assert_only_text(chat: Chat) -> None:
+def assert_only_text(chat: Chat, attack: str) -> None:
     text = drawn(chat)
-    assert clean(text) == text
-    assert not chat.app.clipboard
+    assert clean(text) == text, attack
+    assert not chat.app.clipboard, attack
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-async def test_in_an_answer(engine: FakeEngine, attack: str) -> None:
+async def test_in_an_answer(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
-        await screen.send("go")
-        for start in range(0, len(attack), max(len(attack) // 7, 1)):
-            engine.say(attack[start : start + max(len(attack) // 7, 1)])
-            await screen.until(lambda: not engine.events)
-            await screen.pilot.pause()
-            assert_only_text(screen)
-        engine.say_finished(attack)
-        await screen.shows("first after")
-        assert_only_text(screen)
+        for name, attack in ATTACKS.items():
+            await screen.command("/clear")
+            await screen.send("go")
+            step = max(len(attack) // 3, 1)
+            for start in range(0, len(attack), step):
+                engine.say(attack[start : start + step])
+                await screen.until(lambda: not engine.events)
+                await screen.pilot.pause()
+                assert_only_text(screen, name)
+            engine.say_finished(attack)
+            await screen.shows("first after")
+            assert_only_text(screen, name)
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-async def test_everywhere_else(engine: FakeEngine, attack: str) -> None:
+async def test_everywhere_else(engine: FakeEngine) -> None:
     async with chat(engine, load=False) as screen:
-        attack = attack[:3000]
-        engine.say_loading(attack, 1, 2)
-        await screen.shows("50%")
-        assert_only_text(screen)
-        engine.say_loaded(dataclasses.replace(MODEL, name=attack, device=attack, notes=(attack,)))
-        await screen.until(lambda: not screen.app.busy)
-        await screen.pilot.pause()
-        assert_only_text(screen)
-        await screen.send("go")
-        engine.say_failed(attack, 5)
-        await screen.until(lambda: screen.prompt.text)
-        await screen.pilot.pause()
-        assert_only_text(screen)
-        screen.prompt.text = ""
-        screen.app.post_message(events.Paste(f"/{attack[:1500]}"))
-        await screen.pilot.pause()
-        assert_only_text(screen)
-        await screen.pilot.press("enter")
-        await screen.pilot.pause()
-        assert_only_text(screen)
+        for name, attack in ATTACKS.items():
+            attack = attack[:3000]
+            engine.say_loading(attack, 1, 2)
+            await screen.shows("50%")
+            assert_only_text(screen, name)
+            model = dataclasses.replace(MODEL, name=attack, device=attack, notes=(attack,))
+            engine.say_loaded(model)
+            await screen.until(lambda: not screen.app.busy)
+            await screen.pilot.pause()
+            assert_only_text(screen, name)
+            await screen.send("go")
+            engine.say_failed(attack, 5)
+            await screen.until(lambda: screen.prompt.text)
+            await screen.pilot.pause()
+            assert_only_text(screen, name)
+            screen.prompt.text = ""
+            screen.app.post_message(events.Paste(f"/{attack[:1500]}\n"))
+            await screen.pilot.pause()
+            assert_only_text(screen, name)
+            await screen.pilot.press("enter")
+            await screen.pilot.pause()
+            assert_only_text(screen, name)
+            await screen.command("/clear")

@@ -90,7 +90,8 @@ class Prompt(TextArea):
         shown = self.text.strip("\n").rstrip()
         if not shown.strip():
             return
-        if not self._history or self._history[-1] != shown:
+        is_command = shown.startswith("/")
+        if not is_command and (not self._history or self._history[-1] != shown):
             self._history.append(shown)
         self._recalled = None
         self.text = ""
