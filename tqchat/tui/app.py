@@ -37,7 +37,7 @@ from tqchat.tui.commands import COMMANDS, Command, Unknown, find
 from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
 from tqchat.tui.figures import rate_text, seconds_text
 from tqchat.tui.parser import parser
-from tqchat.tui.state import Figures, Progress
+from tqchat.tui.state import NO_USAGE, Figures, Progress
 from tqchat.tui.terminal import use_terminal_parser
 from tqchat.tui.text import clean_line
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
@@ -574,7 +574,7 @@ class ChatApp(App[int]):
         self._text.clear()
         self._waiting.clear()
         self._talk.clear()
-        self._figures.usage = Usage(0, 0, 0, 0.0, 0.0, 0.0)
+        self._figures.usage = NO_USAGE
         self._figures.speeds.clear()
         self._conversation.empty()
         self._conversation.append(Notice("The conversation is forgotten and its cache is free."))

@@ -196,9 +196,9 @@ def highlight(code: str, language: str) -> Content:
     """Code in colours, if the language is known and the code not endless."""
     if not language or len(code) > _LONGEST_HIGHLIGHTED:
         return Content.styled(code, CODE_FILL)
-    from tqchat.tui.syntax import Colours, highlight_code
+    from tqchat.tui.syntax import highlight_code
 
-    return highlight_code(code, language, Colours).stylize_before(CODE_FILL)
+    return highlight_code(code, language).stylize_before(CODE_FILL)
 
 
 def _table(node: "SyntaxTreeNode", margin: _Margin) -> "Table":

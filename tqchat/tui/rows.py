@@ -70,9 +70,6 @@ class Rule:
         return [Row(self.margin + line, skip=len(self.margin))]
 
 
-BLANK = Line(EMPTY)
-
-
 def lines(
     text: str, style: str = "", first: Content = EMPTY, rest: Content = EMPTY, fill: str = ""
 ) -> list[Line]:

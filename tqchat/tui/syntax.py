@@ -5,7 +5,7 @@ from textual.content import Content
 from textual.highlight import HighlightTheme, highlight
 
 
-class Colours(HighlightTheme):
+class _Colours(HighlightTheme):
     STYLES = {  # noqa: RUF012
         Token.Comment: "$text-muted italic",
         Token.Keyword: "$syntax-keyword",
@@ -26,5 +26,6 @@ class Colours(HighlightTheme):
     }
 
 
-def highlight_code(code: str, language: str, colours: type[HighlightTheme]) -> Content:
-    return highlight(code, language=language, theme=colours)
+def highlight_code(code: str, language: str) -> Content:
+    """Plain where the language is not known."""
+    return highlight(code, language=language, theme=_Colours)

@@ -5,11 +5,9 @@ Nothing is mounted per message and growing text costs no layout: only the rows t
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import ClassVar
 
 from rich.segment import Segment
 from textual import events
-from textual.binding import BindingType
 from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -30,8 +28,6 @@ class Conversation(ScrollView, can_focus=False):
     It stays at the end while it grows, until the reader scrolls up; it follows again once the
     reader has come back down.
     """
-
-    BINDINGS: ClassVar[list[BindingType]] = []
 
     def __init__(self) -> None:
         super().__init__()
