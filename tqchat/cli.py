@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "pull": "fetch a model without chatting",
     "plan": "show what memory a model needs at each context length",
     "bench": "measure speed and memory on this machine",
+    "doctor": "check the device and the kernels, and say what to do about faults",
 }
 
 NO_MLX = (
@@ -67,12 +68,9 @@ def _chat(options: argparse.Namespace) -> int:
             fail("The output is not a terminal: ask with -p, or pipe a question in.")
         if options.newest or options.resume is not None:
             fail("The screen cannot go on with a conversation yet: ask with -p.")
-        ctrl_c = _CtrlC()
-        _require_mlx()
-        from tqchat.tui.app import run
+        from tqchat.supervisor import supervise
 
-        ctrl_c.raise_again()
-        return run(options.model, engine_options, sampling, options.system, options.max_tokens)
+        return supervise(lambda: _screen(options, engine_options, sampling))
     from tqchat.chat.documents import read_document, with_documents
     from tqchat.chat.errors import ChatError
 
@@ -112,6 +110,15 @@ def _chat(options: argparse.Namespace) -> int:
         fail(str(error))
 
 
+def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampling) -> int:
+    ctrl_c = _CtrlC()
+    _require_mlx()
+    from tqchat.tui.app import run
+
+    ctrl_c.raise_again()
+    return run(options.model, engine, sampling, options.system, options.max_tokens)
+
+
 def _session(options: argparse.Namespace) -> AbstractContextManager["Session | None"]:
     """The saved conversation to go on with, if one is asked for. Raises ChatError."""
     from tqchat.chat import sessions
@@ -128,21 +135,19 @@ def _session(options: argparse.Namespace) -> AbstractContextManager["Session | N
 
 
 def _subcommand(name: str, arguments: Sequence[str]) -> int:
-    if name == "plan":
+    if name in ("plan", "bench"):
         _require_mlx()
-        from tqchat.plan import main as plan
-
-        return plan(arguments)
-    if name == "bench":
-        _require_mlx()
-        from tqchat.bench.command import main as bench
-
-        return bench(arguments)
+        module = import_module("tqchat.plan" if name == "plan" else "tqchat.bench.command")
+        return int(module.main(arguments))
     parser = argparse.ArgumentParser(prog=f"tqchat {name}", description=SUBCOMMANDS[name])
     if name == "pull":
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     options = parser.parse_args(arguments)
     _require_mlx()
+    if name == "doctor":
+        from tqchat import doctor
+
+        return doctor.main()
     from tqchat import library
 
     return library.pull(options.model) if name == "pull" else library.show()

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tqchat bench", description="Measure on this machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="WHAT")
     _decode_arguments(commands.add_parser("decode", help="prefill and decode speed by context"))
+    _attention_arguments(commands.add_parser("attention", help="one layer's decode attention"))
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
@@ -29,13 +31,62 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_decode)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the built-in one")
     parser.add_argument("--contexts", type=_numbers, default=[128, 1024, 4096], metavar="N,N,...")
+    parser.add_argument(
+        "--synthetic",
+        metavar="NAME",
+        choices=("llama-70b", "llama-8b"),
+        help="random 4-bit weights of this shape on a GPU, beside mlx-lm: %(choices)s",
+    )
     parser.add_argument("--kv", choices=("int4", "fp16"), default="int4")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (all it may use)")
     parser.add_argument("--profile", action="store_true", help="split a decode step into shares")
     parser.add_argument("--json", action="store_true")
 
 
+def _synthetic(options: argparse.Namespace) -> int:
+    import mlx.core as mx
+
+    from tqchat.bench import synthetic
+
+    if not mx.cuda.is_available():
+        raise ModelError("--synthetic measures the CUDA kernels and needs an NVIDIA GPU.")
+    made = synthetic.synthetic(options.synthetic)
+    measured = {"tqchat, int4 KV": synthetic.measure(made, options.contexts)}
+    config = made.config
+    del made
+    mx.clear_cache()
+    failed = {}
+    for kv, bits in (("fp16 KV", None), ("4-bit KV", 4)):
+        try:
+            measured[f"mlx-lm, {kv}"] = synthetic.measure_mlx_lm(config, options.contexts, bits)
+        except (ImportError, RuntimeError, ValueError) as error:
+            failed[f"mlx-lm, {kv}"] = str(error)
+        mx.clear_cache()
+    if options.json:
+        rows = {name: [asdict(row) for row in rows] for name, rows in measured.items()}
+        report = {"device": mx.device_info(), "mlx": mx.__version__, "model": options.synthetic}
+        print(json.dumps(report | {"rows": rows, "failed": failed}))
+        return 0
+    table = _table("", "context", "decode tok/s", "with sealing", "GB in use", "MB grown")
+    for name, rows in measured.items():
+        for row in rows:
+            table.add_row(
+                name,
+                f"{row.context:,}",
+                f"{row.decode_tps:.1f}",
+                f"{row.mean_tps:.1f}",
+                f"{row.active_bytes / 1e9:.1f}",
+                f"{row.grown_bytes / 1e6:.1f}",
+            )
+    Console().print(table)
+    for name, error in failed.items():
+        print(f"{name}: {error}")
+    return 0
+
+
 def _decode(options: argparse.Namespace) -> int:
+    if options.synthetic:
+        return _synthetic(options)
     from tqchat.bench import decode
     from tqchat.engine.loading import load
     from tqchat.models.find import BUILTIN
@@ -73,6 +124,30 @@ def _decode(options: argparse.Namespace) -> int:
         )
     print(f"{loaded.info.name}, {loaded.info.kv} KV, {loaded.info.backend}, {loaded.info.device}")
     Console().print(table)
+    return 0
+
+
+def _attention_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_attention)
+    parser.add_argument("--contexts", type=_numbers, metavar="N,N,...")
+    parser.add_argument("--query-tokens", type=int, default=1, metavar="N", help="up to 8 (1)")
+    parser.add_argument("--json", action="store_true")
+
+
+def _attention(options: argparse.Namespace) -> int:
+    import mlx.core as mx
+
+    from tqchat.bench import attention
+    from tqchat.kernels import select
+
+    contexts = options.contexts or attention.CONTEXTS
+    report = attention.measure(
+        select(mx.float16), contexts=contexts, query_tokens=options.query_tokens
+    )
+    if options.json:
+        print(json.dumps(report.as_json()))
+    else:
+        attention.show(report)
     return 0
 
 
