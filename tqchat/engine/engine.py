@@ -31,11 +31,18 @@ from tqchat.engine.events import (
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load
 from tqchat.models.errors import ModelError, Stopped
+from tqchat.models.find import BUILTIN, last_used
 from tqchat.models.find import remember
 
 log = logging.getLogger(__name__)
 
 NO_USAGE = Usage(0, 0, 0, 0.0, 0.0, 0.0)
+
+
+def default_model() -> tuple[str, bool]:
+    """The model to load when none is named, and whether it is the small built-in one."""
+    name = last_used() or BUILTIN
+    return name, name == BUILTIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -651,13 +651,12 @@ class ChatApp(App[int]):
 
 def open_engine(model: str | None, options: EngineOptions) -> Opened:
     """Starts an engine for the model named, else the last one used, else the built-in one."""
-    from tqchat.engine.engine import Engine
-    from tqchat.models.find import BUILTIN, last_used
+    from tqchat.engine.engine import Engine, default_model
 
-    name = model or last_used() or BUILTIN
+    name, is_small = default_model() if model is None else (model, False)
     engine = Engine(options)
     engine.start()
-    return Opened(engine, name, suggest_larger=model is None and name == BUILTIN)
+    return Opened(engine, name, suggest_larger=is_small)
 
 
 def run(
