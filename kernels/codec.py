@@ -34,6 +34,11 @@ def quantize(x: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
     return codes.astype(mx.int32), scale, mid
 
 
+def _finite(x: mx.array) -> mx.array:
+    """At the end of fp16's range, rounded parameters may lead past it."""
+    return mx.clip(x, -FP16_MAX, FP16_MAX)
+
+
 def pack_codes(codes: mx.array) -> mx.array:
     """Codes (..., n) in -8..7 to words (..., n / 8) of uint32."""
     nibbles = (codes + 8).astype(mx.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
@@ -85,8 +90,8 @@ def unseal(tiles: mx.array) -> tuple[mx.array, mx.array]:
     dim = words // 10
     k_words, k_params, v_words, v_params = mx.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
     k_scale, k_mid = unpack_parameters(k_params.reshape(heads, n, 1, dim))
-    k = k_mid + k_scale * unpack_codes(k_words.reshape(heads, n, BLOCK, dim // 8))
+    k = _finite(k_mid + k_scale * unpack_codes(k_words.reshape(heads, n, BLOCK, dim // 8)))
     v_scale, v_mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
     v_codes = unpack_codes(v_words.reshape(heads, n, BLOCK, dim // GROUP, GROUP // 8))
-    v = v_mid + v_scale * v_codes
+    v = _finite(v_mid + v_scale * v_codes)
     return k.reshape(heads, n * BLOCK, dim), v.reshape(heads, n * BLOCK, dim)
