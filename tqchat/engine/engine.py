@@ -31,8 +31,7 @@ from tqchat.engine.events import (
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load
 from tqchat.models.errors import ModelError, Stopped
-from tqchat.models.find import BUILTIN, last_used
-from tqchat.models.find import remember
+from tqchat.models.find import BUILTIN, last_used, remember
 
 log = logging.getLogger(__name__)
 
