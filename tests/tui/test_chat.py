@@ -9,6 +9,7 @@ from textual import events
 
 from tests.tui.conftest import Chat, Clock, chat
 from tests.tui.fake_engine import MODEL, FakeEngine
+from tqchat.engine.events import Note, TakenUp
 from tqchat.tui.app import ChatApp, Opened, Settings
 from tqchat.tui.commands import COMMANDS, find
 from tqchat.tui.widgets.conversation import Conversation
@@ -102,6 +103,14 @@ async def test_an_engine_that_does_not_start_is_said() -> None:
         await screen.shows("did not start", "ImportError: no backend")
         await screen.command("/quit")
     assert app.return_value == 0
+
+
+async def test_notes_and_a_cache_taken_up_are_shown(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        engine.tokens = 777
+        engine.events.append(TakenUp(engine.cache, engine.memory))
+        engine.events.append(Note("The disk is full: the cache is not saved."))
+        await screen.shows("777 of 8,192", "The disk is full")
 
 
 # A turn

@@ -26,9 +26,11 @@ from tqchat.engine.events import (
     Loaded,
     Loading,
     ModelInfo,
+    Note,
     Prefilling,
     Sampling,
     Stats,
+    TakenUp,
     Token,
     Usage,
 )
@@ -281,6 +283,11 @@ class ChatApp(App[int]):
                 figures.cache, figures.memory = cache, memory
                 if self._turn is not None:
                     figures.usage = usage
+            case TakenUp(cache, memory):
+                figures.cache, figures.memory = cache, memory
+            case Note(message):
+                self._conversation.append(Notice(clean_line(message)))
+                return False
             case Failed(None, message):
                 self._failed_to_load(message)
                 return False
