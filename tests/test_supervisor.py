@@ -153,8 +153,8 @@ time.sleep(60)
 def test_ctrl_c_of_the_terminal_is_the_childs_alone(program: Callable[..., Terminal]) -> None:
     terminal = program(
         """
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.2)

@@ -114,7 +114,7 @@ def _last_session(began: float) -> str | None:
     from tqchat.chat import sessions
     from tqchat.chat.errors import ChatError
 
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ChatError):
         for summary in sessions.summaries():
             if summary.modified < began:
                 break

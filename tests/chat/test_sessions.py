@@ -251,6 +251,14 @@ def test_list_search_rename_delete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not listed[1].folder.exists()
 
 
+def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    for call in (sessions.summaries, Session.create, lambda: Session.open("20260101-000000-abcd")):
+        with pytest.raises(ChatError, match=r"cannot be used: .* \(.*file"):
+            call()
+
+
 def test_titles() -> None:
     session = Session.create()
     assert session.title == ""

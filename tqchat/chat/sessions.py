@@ -299,9 +299,11 @@ class Session:
 
 
 def summaries() -> list[Summary]:
-    """All conversations, the one changed last first."""
+    """All conversations, the one changed last first. Raises ChatError."""
     found = []
-    for folder in _root().iterdir():
+    with _errors():
+        folders = list(_root().iterdir())
+    for folder in folders:
         if _ID.fullmatch(folder.name):
             with contextlib.suppress(OSError, ChatError):
                 with _log(folder).open("rb") as file:
@@ -369,7 +371,8 @@ def _title(folder: Path) -> str:
 
 
 def _existing(session_id: str) -> Path:
-    folder = _root() / session_id
+    with _errors():
+        folder = _root() / session_id
     if not _ID.fullmatch(session_id) or not _log(folder).exists():
         raise ChatError(f"There is no conversation {session_id!r}.")
     return folder
@@ -396,7 +399,8 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
         raise ChatError(
-            f"The conversation cannot be saved: {error.strerror or error}. Make room on the disk, "
-            f"or look at the permissions of {paths.data_dir()}."
+            f"The conversation's files cannot be used: {error.strerror or error}{where}. Make room "
+            "on the disk, or see to it that you may write there."
         ) from None
