@@ -63,12 +63,25 @@ static void help(int thread) {
 
 static int has_work(void) { return (uint32_t)atomic_load(&pieces) || atomic_load(&stopping); }
 
+static int is_finished(void) { return !atomic_load(&unfinished); }
+
+/* Waits some microseconds for `over`, then lets others have the core: the thread that is waited
+ * for may be one of them. */
+static void spin(int (*over)(void)) {
+    for (int i = 0; i < 64; i++) {
+        if (over())
+            return;
+        relax();
+    }
+    sched_yield();
+}
+
 static void *serve(void *number) {
     int thread = (int)(intptr_t)number;
     for (;;) {
         int64_t until = nanoseconds() + AWAKE_NANOSECONDS;
-        for (int i = 1; !has_work() && (i % 64 || nanoseconds() < until); i++)
-            relax();
+        while (!has_work() && nanoseconds() < until)
+            spin(&has_work);
         if (!has_work()) {
             pthread_mutex_lock(&sleep_mutex);
             atomic_fetch_add(&sleepers, 1);
@@ -150,12 +163,8 @@ void pool_run(int n, pool_work do_piece, const void *of_job) {
     atomic_store(&pieces, number << 32 | (uint32_t)n);
     wake_sleepers();
     help(0);
-    for (int i = 1; atomic_load(&unfinished); i++) {
-        if (i % 1024)
-            relax();
-        else
-            sched_yield();
-    }
+    while (!is_finished())
+        spin(&is_finished);
 }
 
 static int reserve(struct memory *memory, size_t size) {
