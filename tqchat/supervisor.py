@@ -55,10 +55,10 @@ def supervise(run: Callable[[], int]) -> int:
     status = _wait(child)
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
-    number = os.WTERMSIG(status)
+    ended_by = os.WTERMSIG(status)
     _restore(settings)
-    print(_report(number, began), file=sys.stderr)
-    return 128 + number
+    print(_report(ended_by, began), file=sys.stderr)
+    return 128 + ended_by
 
 
 def _in_child(run: Callable[[], int]) -> int:
