@@ -113,3 +113,12 @@ async def test_a_huge_paste_does_not_freeze(engine: FakeEngine) -> None:
         await screen.pilot.press("a", "b", "c")
         assert screen.prompt.text == "[pasted 1: 1,000,000 chars]abc"
         assert time.monotonic() - began < 5
+
+
+async def test_keys_that_come_in_one_burst_keep_their_order(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        for key in ("a", "b", "backspace", "c", "left", "x"):
+            character = key if len(key) == 1 else None
+            screen.app.post_message(events.Key(key, character))
+        await screen.pilot.pause()
+        await screen.until(lambda: screen.prompt.text == "axc")

@@ -67,7 +67,7 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
-        # Not bindings: those of Enter would run before the characters typed just before it are in.
+        # Not as bindings, which run before characters that were typed just before them are in.
         match event.key:
             case "enter":
                 act = self._send
@@ -75,6 +75,11 @@ class Prompt(TextArea):
                 act = self._new_line
             case "tab" if self._menu.display:
                 act = self._complete
+            case key if bindings := self._bindings.key_to_bindings.get(key):
+                event.stop()
+                event.prevent_default()
+                await self.run_action(bindings[0].action)
+                return
             case _:
                 await super()._on_key(event)
                 return
