@@ -71,15 +71,18 @@ def _chat(options: argparse.Namespace) -> int:
         from tqchat.supervisor import supervise
 
         return supervise(lambda: _screen(options, engine_options, sampling))
-    from tqchat.chat.documents import read_document, with_documents
+    from tqchat.chat.documents import Document, read_document, with_documents
     from tqchat.chat.errors import ChatError
 
     try:
-        documents = [(path, read_document(Path(path).expanduser())) for path in options.file]
+        documents = [read_document(Path(path).expanduser()) for path in options.file]
+        for document in documents:
+            if document.note:
+                print(f"tqchat: {document.note}", file=sys.stderr)
         if piped and (text := _stdin()):
-            documents.insert(0, ("Input", text))
+            documents.insert(0, Document("Input", text))
         if options.prompt is None and not options.file:
-            question = documents.pop(0)[1] if documents else ""
+            question = documents.pop(0).text if documents else ""
         else:
             question = (options.prompt or "").strip()
             if options.prompt is not None and not question:

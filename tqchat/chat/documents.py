@@ -1,30 +1,108 @@
 """Files as text for the model."""
 
+import codecs
+import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqchat.chat.errors import ChatError
 
+LARGEST_BYTES = 64 << 20
 
-def read_document(path: Path) -> str:
-    """The text of a UTF-8 file (or UTF-16 with a byte order mark). Raises ChatError."""
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    # UTF-32's mark begins with UTF-16's.
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_ALLOWED_CONTROLS = "\t\n\r\f\v\x1b\x85"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """`note` says what was guessed about the file, or is empty."""
+
+    name: str
+    text: str
+    note: str = ""
+
+
+def read_document(path: Path) -> Document:
+    """The text of a file. Raises ChatError: unreadable, too large, binary, a PDF without text.
+
+    UTF-8, UTF-16 and UTF-32 with a byte order mark, PDF where pypdf is installed; what is none of
+    these but looks like text is taken as Windows-1252, the common superset of Latin-1.
+    """
+    data = _bytes(path)
+    if data.startswith(b"%PDF-"):
+        return Document(path.name, _pdf_text(path, data))
+    encoding = next((name for mark, name in _BOMS if data.startswith(mark)), "utf-8")
+    note = ""
     try:
-        data = path.read_bytes()
-    except IsADirectoryError:
-        raise ChatError(f"{path} is a folder: name a file in it.") from None
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        # Five bytes have no meaning in Windows-1252; in text they do not occur.
+        text = data.decode("cp1252", errors="replace")
+        note = f"{path.name} is not UTF-8: read as Windows-1252 (Latin-1)."
+    if _looks_binary(text):
+        raise ChatError(f"{path} is a binary file: give a text file.")
+    return Document(path.name, text.removeprefix("\ufeff"), note)
+
+
+def with_documents(question: str, documents: Sequence[Document]) -> str:
+    """One message of the documents, each under its name, and the question after them."""
+    parts = [f"{document.name}:\n\n{document.text.rstrip()}" for document in documents]
+    return "\n\n".join([*parts, question] if question else parts)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            raise ChatError(f"{path} is a folder: name a file in it.")
+        with path.open("rb") as stream:
+            data = stream.read(LARGEST_BYTES + 1)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror}.") from None
-    utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    try:
-        text = data.decode("utf-16" if utf16 else "utf-8-sig")
-    except UnicodeDecodeError:
-        raise ChatError(f"{path} is not text in UTF-8: convert it first.") from None
+    except ValueError:
+        raise ChatError(f"{str(path)!r} is not a file name.") from None
+    if len(data) > LARGEST_BYTES:
+        raise ChatError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB: give a part of it.")
+    return data
+
+
+def _looks_binary(text: str) -> bool:
+    """NULs, or more control characters and undecodable bytes than a text would have."""
     if "\0" in text:
-        raise ChatError(f"{path} is a binary file: give a text file.")
+        return True
+    start = text[:100_000]
+    odd = sum(
+        character == "\ufffd"
+        or (unicodedata.category(character) == "Cc" and character not in _ALLOWED_CONTROLS)
+        for character in start
+    )
+    return odd * 50 > len(start)
+
+
+def _pdf_text(path: Path, data: bytes) -> str:
+    try:
+        import pypdf
+    except ImportError:
+        raise ChatError(
+            f"{path} is a PDF: install 'tqchat[pdf]' to read it, or convert it to text."
+        ) from None
+    import io
+    import logging
+
+    logging.getLogger("pypdf").setLevel(logging.ERROR)
+    try:
+        reader = pypdf.PdfReader(io.BytesIO(data))
+        text = "\n\n".join(page.extract_text() for page in reader.pages)
+    except Exception as error:
+        # What pypdf raises for a damaged file is of many kinds.
+        raise ChatError(f"{path} is a PDF that cannot be read ({error}).") from None
+    if not text.strip():
+        raise ChatError(f"{path} is a PDF without text, perhaps a scan: convert it to text.")
     return text
-
-
-def with_documents(question: str, documents: Sequence[tuple[str, str]]) -> str:
-    """One message of named documents, (name, text) each, and the question after them."""
-    parts = [f"{name}:\n\n{text.rstrip()}" for name, text in documents]
-    return "\n\n".join([*parts, question] if question else parts)
