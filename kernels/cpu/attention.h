@@ -86,9 +86,13 @@ typedef struct {
     float scores[BLOCK];
 } Row;
 
-/* A tile is read in less time than memory takes to answer, so the ones after it are asked for. */
-INLINE void fetch_tile(const uint32_t *words, int64_t dim) {
-    for (int64_t i = 0; i < 10 * dim; i += 16)
+/* Asks for a unit's tile: memory takes longer to answer than a tile takes to compute with. */
+INLINE void fetch_tile(const Attention *a, int64_t head, const Unit *u, int64_t ahead) {
+    const Tiles *tiles = &u->span->tiles;
+    if (!tiles->start || u->first / BLOCK + ahead >= u->span->tokens / BLOCK)
+        return;
+    const uint32_t *words = tile_words(tiles, head, u->first / BLOCK + ahead, a->head_dim);
+    for (int64_t i = 0; i < 10 * a->head_dim; i += 16)
         __builtin_prefetch(words + i, 0, 2);
 }
 
@@ -269,7 +273,7 @@ INLINE void step_rows(int n, const StepJob *job, const Unit *u, int64_t head, Ro
         Tile tile = tile_at(tile_words(&span->tiles, head, u->first / BLOCK, a->head_dim),
                             a->head_dim);
         if (first_row == 0)
-            fetch_tile(tile.k + 10 * TILES_AHEAD * a->head_dim, a->head_dim);
+            fetch_tile(a, head, u, TILES_AHEAD);
         scores_of_tile(n, rows, &tile, a->head_dim);
         for (int r = 0; r < n; r++)
             softmax_step(a, rows + r, low[r], high[r]);
@@ -291,6 +295,11 @@ static void step_piece(const void *of, int piece, int thread) {
     const Attention *a = job->attention;
     int64_t dim = a->head_dim, head = piece / job->parts, part = piece % job->parts;
     int64_t heads = a->n_heads / a->n_kv_heads, n_rows = heads * a->tokens;
+    int64_t start = job->units * part / job->parts, end = job->units * (part + 1) / job->parts;
+    for (int64_t i = start; i < end && i < start + TILES_AHEAD; i++) {
+        Unit u = unit_at(a, i);
+        fetch_tile(a, head, &u, 0);
+    }
     Row *rows = pool_scratch(thread);
     float *memory = (float *)(rows + n_rows);
     memset(memory, 0, 4 * (size_t)(n_rows * row_floats(dim)));
@@ -308,8 +317,7 @@ static void step_piece(const void *of, int piece, int thread) {
         for (int64_t c = 0; c < dim; c += LANES)
             store(row->q + c, load(q + c) * splat(a->scale));
     }
-    int64_t end = job->units * (part + 1) / job->parts;
-    for (int64_t i = job->units * part / job->parts; i < end; i++) {
+    for (int64_t i = start; i < end; i++) {
         Unit u = unit_at(a, i);
         for (int64_t r = 0; r < n_rows; r += ROWS) {
             switch (at_most(n_rows - r, ROWS)) {
