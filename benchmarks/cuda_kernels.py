@@ -8,9 +8,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from tqchat.kernels import BLOCK, SINK, TAIL_MIN, Backend, KVView, Weight, tile_words
 from tqchat.kernels.cuda.backend import CUDA
@@ -25,7 +27,7 @@ MATRICES = {
 }
 L2_BYTES = 60e6
 
-STAMP = mx.fast.cuda_kernel(
+STAMP: Any = mx.fast.cuda_kernel(
     name="tqchat_bench_stamp",
     input_names=["x"],
     output_names=["y", "time"],
@@ -52,6 +54,11 @@ def stamp(x: mx.array) -> tuple[mx.array, mx.array]:
     return y.reshape(x.shape), time
 
 
+def nanoseconds(time: mx.array) -> int:
+    low, high = (int(word) for word in np.array(time))
+    return low + (high << 32)
+
+
 def microseconds(call: Callable[[mx.array, int], mx.array], x: mx.array, calls: int) -> float:
     """Median over 7 chains of the time per call."""
     times = []
@@ -61,8 +68,7 @@ def microseconds(call: Callable[[mx.array, int], mx.array], x: mx.array, calls: 
             y = call(y, i)
         y, end = stamp(y)
         mx.eval(y, start, end)
-        first, last = (int(t[0].item()) + (int(t[1].item()) << 32) for t in (start, end))
-        times.append((last - first) / calls / 1000)
+        times.append((nanoseconds(end) - nanoseconds(start)) / calls / 1000)
     return statistics.median(times[2:])
 
 
@@ -75,7 +81,7 @@ def copy_bandwidth() -> float:
     x = random_words(1 << 30)
     seed = mx.zeros((16,))
     mx.eval(x, seed)
-    kernel = mx.fast.cuda_kernel(
+    kernel: Any = mx.fast.cuda_kernel(
         name="tqchat_bench_copy",
         input_names=["x", "after"],
         output_names=["y", "done"],
@@ -129,9 +135,10 @@ def attention(backend: Backend, tokens: int) -> dict[str, Any]:
         return mx.random.normal(shape).astype(mx.float16)
 
     def view() -> KVView:
-        sink = [noise(N_KV_HEADS, SINK, HEAD_DIM) for _ in "KV"]
-        tail = [noise(N_KV_HEADS, TAIL_CAPACITY, HEAD_DIM) for _ in "KV"]
-        return KVView(*sink, random_tiles(blocks), *tail, SINK, blocks, n_tail)
+        sink_k, sink_v = (noise(N_KV_HEADS, SINK, HEAD_DIM) for _ in "KV")
+        tail_k, tail_v = (noise(N_KV_HEADS, TAIL_CAPACITY, HEAD_DIM) for _ in "KV")
+        tiles = random_tiles(blocks)
+        return KVView(sink_k, sink_v, tiles, tail_k, tail_v, SINK, blocks, n_tail)
 
     views = [view() for _ in range(layers)]
     q = noise(N_HEADS, 1, HEAD_DIM)
@@ -201,7 +208,7 @@ def main() -> None:
     options = parser.parse_args()
     ours, mlx = CUDA(mx.float16), Backend(mx.float16)
     copy = copy_bandwidth()
-    print(f"MLX {mx.__version__}, {mx.device_info()['device_name']}; copy {copy / 1e12:.2f} TB/s")
+    print(f"MLX {version('mlx')}, {mx.device_info()['device_name']}; copy {copy / 1e12:.2f} TB/s")
     results: dict[str, Any] = {"copy_bytes_per_s": copy, "attention": [], "products": []}
     print("\ntokens   int4 us  fp16 SDPA us  times  TB/s  of copy")
     for tokens in options.tokens:

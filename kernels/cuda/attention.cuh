@@ -116,7 +116,7 @@ struct Visible {
     return last <= newest - tokens + 1 && first > newest - window;
   }
   DEVICE bool operator()(int row, int position) const {
-    const int query = newest - tokens + 1 + row % tokens;
+    const int query = newest - (tokens == 1 ? 0 : tokens - 1 - row % tokens);
     return position <= query && position > query - window;
   }
 };
@@ -499,7 +499,8 @@ DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C*
   using Shared = SharedState<D, TILES_N>;
   constexpr int G = D / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, j = lane & 3;
-  const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y;
+  const u32 split = blockIdx.x, splits = gridDim.x;
+  const int head = blockIdx.y;
   const int first_row = blockIdx.z * 8 * TILES_N;
 
   // The queries' loads go first: behind the tiles' they would wait for them.
@@ -516,7 +517,12 @@ DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C*
     for (int p = 0; p < 4; p++) {
       const u32 a = p < 2 ? raw.w[0] : raw.w[1], b = p < 2 ? raw.w[2] : raw.w[3];
       const u32 pair = p & 1 ? high_halves(a, b) : low_halves(a, b);
-      pairs.w[p] = pack_half2(low_float<T>(pair) * QUERY_SCALE, high_float<T>(pair) * QUERY_SCALE);
+      if constexpr (Is16<T>::half) {
+        pairs.w[p] = mul2(pair, 0x30003000u);  // QUERY_SCALE
+      } else {
+        pairs.w[p] =
+            pack_half2(low_float<T>(pair) * QUERY_SCALE, high_float<T>(pair) * QUERY_SCALE);
+      }
     }
     return pairs;
   };
@@ -549,9 +555,8 @@ DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C*
   const int n_dense = (dense.count() + DENSE_TOKENS - 1) / DENSE_TOKENS;
 
   // This block's share: dense blocks come first and count as DENSE_COST tiles each.
-  const int units = n_blocks - skipped + DENSE_COST * n_dense;
-  const int from = int((long long)split * units / splits);
-  const int to = int((long long)(split + 1) * units / splits);
+  const u32 units = n_blocks - skipped + DENSE_COST * n_dense;
+  const int from = split * units / splits, to = (split + 1) * units / splits;
   const int dense_from = min((from + DENSE_COST - 1) / DENSE_COST, n_dense);
   const int dense_to = min((to + DENSE_COST - 1) / DENSE_COST, n_dense);
   const int tile_from = skipped + max(from - DENSE_COST * n_dense, 0);

@@ -27,7 +27,7 @@ NO_WINDOW = float(1 << 30)
 # Of the matrix product: nibbles of a matrix row that a warp takes, and rows of a tile.
 SLICE = 512
 MATRIX_TILE = 16
-MAX_WARPS = 16
+RESIDENT_WARPS = 16  # per multiprocessor, with 128 registers a thread
 SUMS_BYTES = MATRIX_TILE * 8 * 4
 # Tiles at a time where a warp cannot hold the activations of all its slices at once.
 TILES_AT_A_TIME = 4
@@ -39,6 +39,7 @@ class CUDA(Backend):
 
     name = "CUDA kernels"
     prefill_chunk = 2048
+    asynchronous = True
 
     def __init__(self, dtype: mx.Dtype = mx.float16) -> None:
         super().__init__(dtype)
@@ -47,7 +48,8 @@ class CUDA(Backend):
 
     def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
         if not _few_rows(x, weight):
-            return super().linear(x, weight, bias)
+            y: Array = super().linear(x, weight, bias)
+            return y
         y = _matvec(x, weight, x.dtype)
         return y if bias is None else y + bias
 
@@ -58,6 +60,11 @@ class CUDA(Backend):
 
     def swiglu(self, gate_up: Array) -> Array:
         return _swiglu(gate_up)
+
+    def rope(self, x: Array, periods: Array, offset: Any) -> Array:
+        # MLX takes the first of three axes for a batch, and an array of offsets for one of each.
+        y: Array = super().rope(x[None], periods, offset)[0]
+        return y
 
     # The int4 cache
 
@@ -169,7 +176,8 @@ class CUDA(Backend):
         window: int | None = None,
     ) -> Array:
         if not _supported(q):
-            return super().attend(q, view, scale, softcap=softcap, sinks=sinks, window=window)
+            out: Array = super().attend(q, view, scale, softcap=softcap, sinks=sinks, window=window)
+            return out
         return _attend(q, [], view, scale, softcap, sinks, window)
 
     def append_and_attend(
@@ -207,8 +215,9 @@ class CUDA(Backend):
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        k, v = self._gather(view, k, v, k.shape[1])
-        return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
+        k, v = self._gather(view, k.astype(self.dtype), v.astype(self.dtype), k.shape[1])
+        out: Array = self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
+        return out
 
 
 # The order of tiles
@@ -419,17 +428,20 @@ def _matvec_plan(bits: int, group_size: int, columns: int, m: int) -> MatvecPlan
     slices = -(-columns * bits // (4 * SLICE))
     parameters = 2 * (SLICE * 4 // bits // group_size)  # bytes of a row's scales in a slice
     stage = MATRIX_TILE * (SLICE // 2 + 2 * parameters)
-    most = MAX_WARPS
-    while most * (2 * stage + SUMS_BYTES) > device().shared_memory:
-        most //= 2
-    passes = -(-slices // most)
+    resident = RESIDENT_WARPS
+    while resident * (2 * stage + SUMS_BYTES) > device().shared_memory:
+        resident //= 2
+    kept = 8 // (1 << (m - 1).bit_length())  # slices whose activations a warp holds at a time
+    # Two small blocks get in each other's way less, if they need not read activations again.
+    passes = -(-slices // (resident // 2))
+    if passes > kept:
+        passes = -(-slices // resident)
     warps = -(-slices // passes)
-    blocks = most // warps
+    blocks = resident // warps
     shared = (device().shared_memory + BLOCK_RESERVE) // blocks - BLOCK_RESERVE
     stages = min(3, (shared // warps - SUMS_BYTES) // stage)
     row = 2 * columns // group_size
     copy = next(size for size in (16, 8, 4) if parameters % size == 0 and row % size == 0)
-    kept = 8 // (1 << (m - 1).bit_length())  # slices whose activations a warp holds at a time
     tiles = 1 if passes <= kept else TILES_AT_A_TIME
     return MatvecPlan(blocks, warps, stages, tiles, copy, warps * (stages * stage + SUMS_BYTES))
 

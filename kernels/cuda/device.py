@@ -1,6 +1,7 @@
 """What the kernels need to know of the GPU, and how they are built for it."""
 
 import ctypes
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 HERE = Path(__file__).parent
+
+# MLX ends the process once it has met too many new shapes in a row (CUDA graphs, cuDNN plans for
+# SDPA), which a long prefill does. It reads this when it first uses a stream.
+os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
 MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97

@@ -1,5 +1,6 @@
 """The CUDA kernels against float64, on an NVIDIA GPU."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +187,28 @@ def test_a_tail_shorter_than_the_query(n_tail: int) -> None:
     check(hold(backend, 2, 128, 4, 3, n_tail), backend, 16, 8)
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_append_and_attend(tokens: int) -> None:
+    """The newest tokens come beside the cache, and are in its tail afterwards."""
+    backend = CUDA(mx.float16)
+    held = hold(backend, 2, 64, 4, 6, 80)
+    view = held.view
+    rng = np.random.default_rng(tokens)
+    q = mx.array(rng.normal(size=(6, tokens, 64)).astype(np.float32)).astype(mx.float16)
+    k, v = (x[:, 80 - tokens : 80] + 0 for x in (view.tail_k, view.tail_v))
+    tail_k, tail_v = (
+        mx.concatenate([x[:, : 80 - tokens], mx.zeros((2, 48 + tokens, 64), mx.float16)], axis=1)
+        for x in (view.tail_k, view.tail_v)
+    )
+    mx.eval(tail_k, tail_v, k, v)
+    short = dataclasses.replace(view, tail_k=tail_k, tail_v=tail_v)
+    ours = backend.append_and_attend(q, k, v, short, 0.125)
+    assert error(ours, attention(float64(q), held, 0.125)) < 1e-3
+    for tail, full in ((tail_k, view.tail_k), (tail_v, view.tail_v)):
+        assert mx.array_equal(tail[:, :80], full[:, :80])
+        assert not tail[:, 80:].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -302,15 +325,14 @@ def test_few_rows(rows: int, columns: int, bits: int, group: int, dtype: str) ->
         assert error(backend.logits(x, weight), float64(x) @ reference.T) < 2e-5
 
 
-def test_few_rows_of_any_size() -> None:
-    """Activations from far below to near the top of fp16."""
+@pytest.mark.parametrize(("size", "tolerance"), [(1e-4, 1e-3), (1e-2, 2e-5), (1e3, 2e-5)])
+def test_few_rows_of_any_size(size: float, tolerance: float) -> None:
+    """Activations near the top of fp16, and so small that fp16 itself has but 10 bits left."""
     backend = CUDA(mx.float16)
     weight = random_weight(64, 2048, 4, 64, mx.float16)
-    rng = np.random.default_rng(0)
-    for size in (1e-4, 1e-2, 1e3):
-        x = mx.array((size * rng.normal(size=(1, 2048))).astype(np.float32)).astype(mx.float16)
-        expected = float64(x) @ dense(weight).T
-        assert error(backend.logits(x, weight), expected) < 1e-4
+    values = size * np.random.default_rng(0).normal(size=(1, 2048))
+    x = mx.array(values.astype(np.float32)).astype(mx.float16)
+    assert error(backend.logits(x, weight), float64(x) @ dense(weight).T) < tolerance
 
 
 @pytest.mark.parametrize(("rows", "columns", "group"), [(64, 576, 64), (64, 96, 32), (64, 640, 64)])

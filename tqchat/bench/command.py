@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 
 from rich.console import Console
 from rich.table import Table
@@ -63,9 +64,14 @@ def _synthetic(options: argparse.Namespace) -> int:
             failed[f"mlx-lm, {kv}"] = str(error)
         mx.clear_cache()
     if options.json:
-        rows = {name: [asdict(row) for row in rows] for name, rows in measured.items()}
-        report = {"device": mx.device_info(), "mlx": mx.__version__, "model": options.synthetic}
-        print(json.dumps(report | {"rows": rows, "failed": failed}))
+        report = {
+            "device": mx.device_info(),
+            "mlx": version("mlx"),
+            "model": options.synthetic,
+            "rows": {name: [asdict(row) for row in rows] for name, rows in measured.items()},
+            "failed": failed,
+        }
+        print(json.dumps(report))
         return 0
     table = _table("", "context", "decode tok/s", "with sealing", "GB in use", "MB grown")
     for name, rows in measured.items():
@@ -79,8 +85,8 @@ def _synthetic(options: argparse.Namespace) -> int:
                 f"{row.grown_bytes / 1e6:.1f}",
             )
     Console().print(table)
-    for name, error in failed.items():
-        print(f"{name}: {error}")
+    for name, reason in failed.items():
+        print(f"{name}: {reason}")
     return 0
 
 

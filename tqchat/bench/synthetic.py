@@ -4,17 +4,25 @@ Speed does not depend on the values, so decoding at a full 128K can be measured 
 and without an hour of prefill: `fill` gives a cache any length.
 """
 
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
+from tqchat.engine.cache import Int4Cache
+from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Backend, select
 from tqchat.models.config import Config
 from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
 
 GROUP_SIZE, BITS = 64, 4
+DECODED = 256
 
 # config.json of meta-llama/Llama-3.1-70B-Instruct and -8B-Instruct, as far as speed depends on it.
 _LLAMA_3_1 = {
@@ -105,3 +113,111 @@ def fill(synthetic: Synthetic, caches: list[Any], tokens: int) -> None:
         k, v = (backend.load_vector(mx.random.normal(shape)) for _ in "kv")
         backend.evaluate(cache.attend(q, k, v, 1.0))
     mx.clear_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Decoding at one context: tokens per second (median and mean), bytes in use and grown."""
+
+    context: int
+    decode_tps: float
+    mean_tps: float
+    active_bytes: int
+    grown_bytes: int
+
+
+def measure(synthetic: Synthetic, contexts: Sequence[int]) -> list[Row]:
+    """Decode DECODED tokens greedily at each context, sealing as it comes."""
+    model, backend = synthetic.model, synthetic.backend
+
+    def filled(context: int) -> list[Int4Cache]:
+        caches = [
+            Int4Cache(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)
+        ]
+        fill(synthetic, caches, context)
+        return caches
+
+    # Kernels are compiled when first used: sealing, and attention outside a compiled step.
+    mx.eval(model([1], filled(256)))
+    rows = []
+    for context in contexts:
+        caches = filled(context)
+        step = CompiledStep(model, backend, caches)
+
+        def following(token: mx.array, caches: Any = caches, step: Any = step) -> mx.array:
+            if step.ready:
+                logits = step(token)
+            else:
+                mx.eval(token)
+                logits = model(token, caches)
+            return mx.argmax(logits, axis=-1)
+
+        rows.append(_decode(following, context))
+        del caches, step, following
+        mx.clear_cache()
+    return rows
+
+
+def measure_mlx_lm(
+    config: dict[str, Any], contexts: Sequence[int], kv_bits: int | None = None
+) -> list[Row]:
+    """The same with mlx-lm's model and cache: fp16, or quantised to `kv_bits`.
+
+    Raises ImportError without mlx-lm, and whatever its cache raises.
+    """
+    llama: Any = import_module("mlx_lm.models.llama")
+    kv_cache: Any = import_module("mlx_lm.models.cache").KVCache
+    model = llama.Model(llama.ModelArgs.from_dict(dict(config)))
+    import_module("mlx.nn").quantize(model, GROUP_SIZE, BITS)
+    model.load_weights(list(tensors(config).items()))
+    for layer in model.model.layers:
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    rows = []
+    for context in contexts:
+        caches: list[Any] = []
+        for _ in model.layers:
+            cache = kv_cache()
+            shape = (1, config["num_key_value_heads"], context, config["head_dim"])
+            k, v = (mx.random.normal(shape).astype(mx.float16) for _ in "kv")
+            cache.update_and_fetch(k, v)
+            mx.eval(cache.keys, cache.values)
+            if kv_bits:
+                cache = cache.to_quantized(group_size=GROUP_SIZE, bits=kv_bits)
+                mx.eval(cache.keys, cache.values)
+            caches.append(cache)
+            del k, v
+
+        def following(token: mx.array, caches: Any = caches) -> mx.array:
+            return mx.argmax(model(token[None], cache=caches)[0], axis=-1)
+
+        rows.append(_decode(following, context))
+        del caches, following
+        mx.clear_cache()
+    return rows
+
+
+def _decode(following: Callable[[mx.array], mx.array], context: int) -> Row:
+    """Each step is queued before the token of the last one is read."""
+    token = mx.array([1], dtype=mx.uint32)
+    for _ in range(3):
+        token = following(token)
+        mx.eval(token)
+    before = mx.get_active_memory()
+    times = [time.perf_counter()]
+    mx.async_eval(token)  # type: ignore[no-untyped-call]
+    for _ in range(DECODED):
+        queued = following(token)
+        mx.async_eval(queued)  # type: ignore[no-untyped-call]
+        token.item()
+        token = queued
+        times.append(time.perf_counter())
+    mx.eval(token)
+    steps = [end - start for start, end in pairwise(times)]
+    return Row(
+        context,
+        1 / statistics.median(steps),
+        DECODED / (times[-1] - times[0]),
+        mx.get_active_memory(),
+        mx.get_active_memory() - before,
+    )

@@ -96,9 +96,12 @@ class Int4Cache:
     def _append(self, k: Array, v: Array) -> None:
         taken = min(SINK - self._n_sink, k.shape[1])
         if taken:
-            sink = slice(self._n_sink, self._n_sink + taken)
-            self._sink_k[:, sink] = k[:, :taken]
-            self._sink_v[:, sink] = v[:, :taken]
+            # One at a time: in MLX an assignment to all of an array makes it a view of the source,
+            # which would keep a whole chunk's K and V.
+            for i in range(taken):
+                at = slice(self._n_sink + i, self._n_sink + i + 1)
+                self._sink_k[:, at] = k[:, i : i + 1]
+                self._sink_v[:, at] = v[:, i : i + 1]
             self._n_sink += taken
             k, v = k[:, taken:], v[:, taken:]
         added = k.shape[1]

@@ -64,7 +64,8 @@ class _Layer:
 
     def __init__(self, backend: Any, buffers: tuple[mx.array, ...], counts: mx.array) -> None:
         self._backend = backend
-        self._view = KVView(*buffers, 0, 0, 0, counts[:4])
+        sink_k, sink_v, tiles, tail_k, tail_v = buffers
+        self._view = KVView(sink_k, sink_v, tiles, tail_k, tail_v, 0, 0, 0, counts[:4])
         self._position = counts[4:5]
 
     @property
