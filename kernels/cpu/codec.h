@@ -132,6 +132,12 @@ static int seal(const Seal *s) {
     return 1;
 }
 
+/* Finite in fp16: at the end of its range, rounded parameters may lead past it. */
+INLINE float decoded(uint16_t scale, uint16_t mid, int code) {
+    float x = half_to_float(mid) + half_to_float(scale) * (float)code;
+    return fminf(fmaxf(x, -65504.0f), 65504.0f);
+}
+
 static void unseal_piece(const void *of, int piece, int thread) {
     const Unseal *u = of;
     int64_t dim = u->head_dim, head = piece / u->blocks, block = piece % u->blocks;
@@ -143,9 +149,8 @@ static void unseal_piece(const void *of, int piece, int thread) {
             int k_code = (int)(tile.k[c / 8 * BLOCK + t] >> (4 * (c % 8)) & 15) - 8;
             int v_code = (int)(tile.v[t / 8 * dim + c] >> (4 * (t % 8)) & 15) - 8;
             const uint16_t *of_v = tile.v_parameters + c / GROUP * 2 * BLOCK + t;
-            k[t * dim + c] =
-                half_to_float(tile.k_mids[c]) + half_to_float(tile.k_scales[c]) * (float)k_code;
-            v[t * dim + c] = half_to_float(of_v[BLOCK]) + half_to_float(of_v[0]) * (float)v_code;
+            k[t * dim + c] = decoded(tile.k_scales[c], tile.k_mids[c], k_code);
+            v[t * dim + c] = decoded(of_v[0], of_v[BLOCK], v_code);
         }
 }
 
