@@ -394,8 +394,9 @@ def test_documents_that_cannot_be_read(tqchat, tiny, tmp_path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path / "none.txt"), "none.txt", "No such file")
     assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path), "folder")
-    assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path / "picture.png"), "not text")
-    assert_refused(tqchat(tiny, stdin=b"\xff\xfe\xfd"), "UTF-8")
+    assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path / "picture.png"), "binary")
+    assert_refused(tqchat(tiny, stdin=b"\xff\xfe\xfd"), "UTF-16")
+    assert_refused(tqchat(tiny, stdin=b"a\0b"), "binary")
 
 
 @pytest.mark.parametrize(

@@ -71,18 +71,20 @@ def _chat(options: argparse.Namespace) -> int:
         from tqchat.supervisor import supervise
 
         return supervise(lambda: _screen(options, engine_options, sampling))
-    from tqchat.chat.documents import Document, read_document, with_documents
+    from tqchat.chat.documents import decode, read_document, with_documents
     from tqchat.chat.errors import ChatError
 
     try:
         documents = [read_document(Path(path).expanduser()) for path in options.file]
+        if piped:
+            given = decode("Input", "The input", sys.stdin.buffer.read())
+            if given.text.strip():
+                documents.insert(0, given)
         for document in documents:
             if document.note:
                 print(f"tqchat: {document.note}", file=sys.stderr)
-        if piped and (text := _stdin()):
-            documents.insert(0, Document("Input", text))
         if options.prompt is None and not options.file:
-            question = documents.pop(0).text if documents else ""
+            question = documents.pop(0).text.strip() if documents else ""
         else:
             question = (options.prompt or "").strip()
             if options.prompt is not None and not question:
@@ -219,14 +221,6 @@ def _natural(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return value
-
-
-def _stdin() -> str:
-    """What was piped in. Bytes that are no UTF-8 are refused, as in files."""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").strip()
-    except UnicodeDecodeError:
-        fail("The input is not text in UTF-8: convert it first.")
 
 
 def _require_mlx() -> None:

@@ -31,25 +31,31 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """The text of a file. Raises ChatError: unreadable, too large, binary, a PDF without text.
+    """The text of a file, as `decode` does. Raises ChatError, also for what cannot be read."""
+    return decode(path.name, str(path), _bytes(path))
+
+
+def decode(name: str, where: str, data: bytes) -> Document:
+    """A file's text; `where` names it in errors. Raises ChatError: binary, a PDF without text.
 
     UTF-8, UTF-16 and UTF-32 with a byte order mark, PDF where pypdf is installed; what is none of
     these but looks like text is taken as Windows-1252, the common superset of Latin-1.
     """
-    data = _bytes(path)
     if data.startswith(b"%PDF-"):
-        return Document(path.name, _pdf_text(path, data))
+        return Document(name, _pdf_text(where, data))
     encoding = next((name for mark, name in _BOMS if data.startswith(mark)), "utf-8")
     note = ""
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError:
+        if encoding != "utf-8":
+            raise ChatError(f"{where} begins as {encoding.upper()} text but is not.") from None
         # Five bytes have no meaning in Windows-1252; in text they do not occur.
         text = data.decode("cp1252", errors="replace")
-        note = f"{path.name} is not UTF-8: read as Windows-1252 (Latin-1)."
+        note = f"{name} is not UTF-8: read as Windows-1252 (Latin-1)."
     if _looks_binary(text):
-        raise ChatError(f"{path} is a binary file: give a text file.")
-    return Document(path.name, text.removeprefix("\ufeff"), note)
+        raise ChatError(f"{where} is a binary file: give a text file.")
+    return Document(name, text.removeprefix("\ufeff"), note)
 
 
 def with_documents(question: str, documents: Sequence[Document]) -> str:
@@ -86,12 +92,12 @@ def _looks_binary(text: str) -> bool:
     return odd * 50 > len(start)
 
 
-def _pdf_text(path: Path, data: bytes) -> str:
+def _pdf_text(where: str, data: bytes) -> str:
     try:
         import pypdf
     except ImportError:
         raise ChatError(
-            f"{path} is a PDF: install 'tqchat[pdf]' to read it, or convert it to text."
+            f"{where} is a PDF: install 'tqchat[pdf]' to read it, or convert it to text."
         ) from None
     import io
     import logging
@@ -102,7 +108,7 @@ def _pdf_text(path: Path, data: bytes) -> str:
         text = "\n\n".join(page.extract_text() for page in reader.pages)
     except Exception as error:
         # What pypdf raises for a damaged file is of many kinds.
-        raise ChatError(f"{path} is a PDF that cannot be read ({error}).") from None
+        raise ChatError(f"{where} is a PDF that cannot be read ({error}).") from None
     if not text.strip():
-        raise ChatError(f"{path} is a PDF without text, perhaps a scan: convert it to text.")
+        raise ChatError(f"{where} is a PDF without text, perhaps a scan: convert it to text.")
     return text
