@@ -19,7 +19,9 @@ def select(dtype: mx.Dtype, threads: int | None = None) -> Backend:
     if mx.metal.is_available():
         return Metal(mx.float16 if dtype == mx.float32 else dtype)
     dtype = mx.float16 if dtype == mx.float32 else dtype
-    return CUDA(dtype) if mx.cuda.is_available() else Backend(dtype)
+    if mx.cuda.is_available() and int(mx.device_info()["compute_capability_major"]) >= 8:
+        return CUDA(dtype)
+    return Backend(dtype)
 
 
 def _cpu(threads: int | None) -> Backend:
