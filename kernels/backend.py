@@ -31,6 +31,8 @@ class Backend:
     note = ""
     # Whether a device computes while Python goes on, so that steps are worth queueing ahead.
     asynchronous = False
+    # Whether a decode step can be traced once and run with any counts (`append_and_attend`).
+    compiles_steps = False
     # Tokens prefilled at a time: a stop is heard between chunks, so one must stay short.
     prefill_chunk = 512
 
@@ -54,6 +56,10 @@ class Backend:
     def concatenate_tokens(self, arrays: Sequence[Array]) -> Array:
         """K or V of several spans (n_kv_heads, tokens, head_dim), one after the other."""
         return mx.concatenate(list(arrays), axis=1)
+
+    def write_tokens(self, buffer: Array, start: int, x: Array) -> None:
+        """Put K or V (n_kv_heads, n, head_dim) in a buffer of `cache_dtype`, from `start` on."""
+        buffer[:, start : start + x.shape[1]] = x
 
     def split_heads(self, x: Array, n_heads: int) -> Array:
         """(tokens, n_heads * head_dim) -> (n_heads, tokens, head_dim)."""

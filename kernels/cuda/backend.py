@@ -40,6 +40,7 @@ class CUDA(Backend):
     name = "CUDA kernels"
     prefill_chunk = 2048
     asynchronous = True
+    compiles_steps = True
 
     def __init__(self, dtype: mx.Dtype = mx.float16) -> None:
         super().__init__(dtype)

@@ -176,6 +176,7 @@ class Engine:
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
         remember(self._loaded.info.name)
         self._session = Session(self._loaded)
+        self._session.warm_up()
         if self._folder is not None:
             self._restore(job, self._session, self._folder)
         self._emit(Loaded(self._loaded.info, self._session.cache_use(), self._session.memory()))

@@ -25,6 +25,7 @@ from tqchat.engine.events import (
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import sample, token_id
 from tqchat.engine.saved import Identity, SavedCache
+from tqchat.engine.step import CompiledStep
 from tqchat.models.errors import ModelError
 from tqchat.units import bytes_text
 
@@ -85,6 +86,7 @@ class Session:
         self._held: list[int] = []
         self._caches: list[KVCache] = []
         self._saved: SavedCache | None = None
+        self._compiled: CompiledStep | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -95,9 +97,21 @@ class Session:
         self._caches = [
             kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)
         ]
+        caches = self._int4_caches()
+        self._compiled = None
+        if backend.compiles_steps and caches is not None:
+            self._compiled = CompiledStep(model, backend, caches)
         mx.clear_cache()
         if self._saved is not None:
             self._saved.trim(0)
+
+    def warm_up(self) -> None:
+        """Compile every kernel that a turn needs now, not while somebody waits for a token."""
+        on_device = self._loaded.backend.asynchronous
+        steps = self._decode(self.feed([0] * (200 if on_device else 1)), Sampling(temperature=0))
+        for _ in range(3):
+            next(steps)
+        self.clear()
 
     def take_up(
         self, folder: Path | None, budget: int, progress: Callable[[int, int], None]
@@ -275,8 +289,7 @@ class Session:
             following = None
             if self._may_run_ahead(sampling):
                 mx.async_eval(token)  # type: ignore[no-untyped-call]
-                logits = self._loaded.model(token[None], self._caches)
-                following = sample(logits[-1], sampling, self._held)
+                following = sample(self._queued(token)[-1], sampling, self._held)
                 mx.async_eval(following)  # type: ignore[no-untyped-call]
             value = token_id(token)
             if following is not None:
@@ -285,6 +298,12 @@ class Session:
             if following is None:
                 following = sample(self.feed([value])[-1], sampling, self._held)
             token = following
+
+    def _queued(self, token: mx.array) -> mx.array:
+        """Logits (1, vocab_size) after a token that may still be under way, lazy as well."""
+        if self._compiled is not None and self._compiled.ready:
+            return self._compiled(token[None])
+        return self._loaded.model(token[None], self._caches)
 
     def _may_run_ahead(self, sampling: Sampling) -> bool:
         """A penalty needs to know the token; a cache must not be copied because it is in use."""

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from tqchat.chat.template import ChatTemplate
 from tqchat.chat.tokenizer import Tokenizer
-from tqchat.engine.cache import DenseCache, Int4Cache
 from tqchat.engine.events import EngineOptions, Loading, ModelInfo
 from tqchat.kernels import Backend, select
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
@@ -91,7 +90,6 @@ def load_path(
         notes.append("This model brings no chat template; a plain one is used.")
     if context > model.context:
         notes.append(f"Trained for {model.context:,} tokens; past that, answers may fall apart.")
-    _warm_up(model, backend, options)
     info = ModelInfo(
         name=name,
         architecture=str(checkpoint.config.get("model_type")),
@@ -103,13 +101,6 @@ def load_path(
         notes=tuple(notes),
     )
     return LoadedModel(model, backend, tokenizer, template, info, fingerprint(path))
-
-
-def _warm_up(model: Model, backend: Backend, options: EngineOptions) -> None:
-    """Compile the kernels now rather than at the first token."""
-    kind = Int4Cache if options.kv == "int4" else DenseCache
-    caches = [kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)]
-    mx.eval(model([0], caches))
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> mx.Dtype:
