@@ -19,6 +19,9 @@ def swiglu(gate_up: Floats, /) -> Floats: ...
 def rope(x: Floats, table: Floats, /) -> Floats:
     """table: (tokens, 2, pairs), cosines and sines."""
 
+def write(buffer: NDArray[np.float16], start: int, x: NDArray[Any], /) -> None:
+    """buffer[:, start : start + x.shape[1]] = x; they may overlap."""
+
 def seal(k: NDArray[Any], v: NDArray[Any], /) -> Words: ...
 def unseal(tiles: Words, /) -> tuple[Floats, Floats]: ...
 def attend(

@@ -21,7 +21,7 @@
 #include "all.h"
 
 static const Kernels kernels = {"AVX2", linear, embed, rms_norm, swiglu, rope,
-                                seal, unseal, attend_step, attend_chunk};
+                                write_rows, seal, unseal, attend_step, attend_chunk};
 
 #if defined(__clang__)
 #pragma clang attribute pop

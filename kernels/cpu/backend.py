@@ -46,6 +46,9 @@ class CPU(Backend):
     def concatenate_tokens(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate(arrays, axis=1)
 
+    def write_tokens(self, buffer: Array, start: int, x: Array) -> None:
+        _native.write(buffer, start, x)
+
     # Layers
 
     def load(self, weight: Weight) -> Weight:

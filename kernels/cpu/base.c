@@ -13,6 +13,6 @@ static const Kernels kernels = {
 #else
     "baseline",
 #endif
-    linear, embed, rms_norm, swiglu, rope, seal, unseal, attend_step, attend_chunk};
+    linear, embed, rms_norm, swiglu, rope, write_rows, seal, unseal, attend_step, attend_chunk};
 
 const Kernels *const kernels_base = &kernels;

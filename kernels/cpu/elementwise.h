@@ -84,6 +84,22 @@ static void rope_piece(const void *of, int token, int thread) {
     }
 }
 
+static void write_piece(const void *of, int token, int thread) {
+    const Write *w = of;
+    (void)thread;
+    for (int64_t head = 0; head < w->heads; head++) {
+        const float *x = w->x + head * w->head_stride + token * w->token_stride;
+        uint16_t *to = w->to + head * w->to_head_stride + token * w->to_token_stride;
+        for (int64_t i = 0; i < w->head_dim; i += LANES)
+            store_half(to + i, load(x + i));
+    }
+}
+
+static int write_rows(const Write *w) {
+    for_tokens(w->tokens, w->heads * w->head_dim, write_piece, w);
+    return 1;
+}
+
 static int rope(const RoPE *r) {
     for_tokens(r->tokens, r->heads * r->head_dim, rope_piece, r);
     return 1;

@@ -61,6 +61,15 @@ typedef struct {
     Format format;
 } Rows;
 
+/* Rows in 16 bits: (heads, tokens, head_dim) of both by their strides, head_dim a multiple of 32. */
+typedef struct {
+    const float *x;
+    int64_t head_stride, token_stride;
+    int64_t heads, tokens, head_dim;
+    uint16_t *to;
+    int64_t to_head_stride, to_token_stride;
+} Write;
+
 /* Tiles in this backend's order, (n_kv_heads, n, tile_words(head_dim)); see codec.h. */
 typedef struct {
     const uint32_t *start;
@@ -107,6 +116,7 @@ typedef struct {
     int (*rms_norm)(const RMSNorm *);
     int (*swiglu)(const SwiGLU *);
     int (*rope)(const RoPE *);
+    int (*write)(const Write *);
     int (*seal)(const Seal *);
     int (*unseal)(const Unseal *);
     int (*attend_step)(const Attention *); /* few query tokens */

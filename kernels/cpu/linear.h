@@ -166,7 +166,7 @@ static void vector_piece(const void *of, int piece, int thread) {
             case Q8: rows_q8(job, rows, pool_scratch(thread), sums + r); break;
             case F32: rows_dense(F32, job, rows, sums + r); break;
             case F16: rows_dense(F16, job, rows, sums + r); break;
-            case BF16: rows_dense(BF16, job, rows, sums + r); break;
+            default: rows_dense(BF16, job, rows, sums + r); break;
             }
         }
         vf y = sum_rows(sums);
@@ -354,7 +354,7 @@ static void fill_panel(const Matrix *m, int64_t row, int64_t first, int64_t dept
         case Q8: fill_quantised(8, m, row, first, depth, panel); break;
         case F32: fill_dense(F32, m, row, first, depth, panel); break;
         case F16: fill_dense(F16, m, row, first, depth, panel); break;
-        case BF16: fill_dense(BF16, m, row, first, depth, panel); break;
+        default: fill_dense(BF16, m, row, first, depth, panel); break;
         }
     }
 }

@@ -336,6 +336,38 @@ static int read_tiles(PyObject *object, Tiles *tiles, npy_intp shape[3]) {
 
 static int is_head_dim(int64_t dim) { return dim > 0 && dim <= MAX_HEAD_DIM && dim % GROUP == 0; }
 
+static PyObject *py_write(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    Held held = {.n = 0};
+    Write job;
+    if (n != 3)
+        return wrong("write takes buffer, start, x");
+    PyArrayObject *buffer = (PyArrayObject *)args[0], *x = floats(&held, args[2], 3, 0);
+    int64_t start = PyLong_AsLongLong(args[1]);
+    if (!x || PyErr_Occurred())
+        return release(&held, NULL);
+    if (!PyArray_Check(buffer) || PyArray_NDIM(buffer) != 3 ||
+        PyArray_TYPE(buffer) != NPY_FLOAT16 || !PyArray_ISBEHAVED(buffer) ||
+        PyArray_STRIDE(buffer, 2) != 2)
+        return release(&held, wrong("the buffer must be float16, (heads, tokens, head_dim)"));
+    job.heads = PyArray_DIM(x, 0);
+    job.tokens = PyArray_DIM(x, 1);
+    job.head_dim = PyArray_DIM(x, 2);
+    if (PyArray_DIM(buffer, 0) != job.heads || PyArray_DIM(buffer, 2) != job.head_dim ||
+        !is_head_dim(job.head_dim) || start < 0 || start + job.tokens > PyArray_DIM(buffer, 1))
+        return release(&held, wrong("what is written does not fit the buffer"));
+    job.x = PyArray_DATA(x);
+    job.head_stride = PyArray_STRIDE(x, 0) / 4;
+    job.token_stride = PyArray_STRIDE(x, 1) / 4;
+    job.to_head_stride = PyArray_STRIDE(buffer, 0) / 2;
+    job.to_token_stride = PyArray_STRIDE(buffer, 1) / 2;
+    job.to = (uint16_t *)PyArray_DATA(buffer) + start * job.to_token_stride;
+    if (!RUN(write, job.heads * job.tokens * job.head_dim))
+        return release(&held, NULL);
+    Py_INCREF(Py_None);
+    return release(&held, Py_None);
+}
+
 static PyObject *py_seal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     Held held = {.n = 0};
@@ -538,7 +570,7 @@ static PyObject *py_use(PyObject *self, PyObject *name) {
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    FAST(linear), FAST(embed), FAST(rms_norm), FAST(swiglu), FAST(rope), FAST(seal),
+    FAST(linear), FAST(embed), FAST(rms_norm), FAST(swiglu), FAST(rope), FAST(write), FAST(seal),
     FAST(unseal), FAST(attend),
     {"set_threads", py_set_threads, METH_O, NULL},
     {"trim_heap", py_trim_heap, METH_NOARGS, NULL},

@@ -30,6 +30,22 @@ INLINE void store_words(uint32_t *p, vu x) { *(vu_unaligned *)p = x; }
 
 /* fp16, one at a time */
 
+INLINE uint32_t bits_of(float x) {
+    union {
+        float x;
+        uint32_t bits;
+    } both = {.x = x};
+    return both.bits;
+}
+
+INLINE float from_bits(uint32_t bits) {
+    union {
+        uint32_t bits;
+        float x;
+    } both = {.bits = bits};
+    return both.x;
+}
+
 INLINE float half_to_float(uint16_t h) {
 #if defined(TARGET_AVX512) || defined(TARGET_AVX2)
     return _cvtsh_ss(h);
@@ -40,16 +56,9 @@ INLINE float half_to_float(uint16_t h) {
 #else
     /* Exponent and mantissa moved to float's place, then scaled, which also makes subnormals. */
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
-    float x = 0;
-    if (bits >= 0x0f800000)
-        bits |= 0x7f800000;
-    memcpy(&x, &bits, 4);
-    if (bits < 0x0f800000)
-        x *= 0x1p112f;
-    memcpy(&bits, &x, 4);
-    bits |= sign;
-    memcpy(&x, &bits, 4);
-    return x;
+    if (bits >= 0x0f800000) /* infinity and NaN */
+        return from_bits(sign | 0x7f800000 | bits);
+    return from_bits(sign | bits_of(from_bits(bits) * 0x1p112f));
 #endif
 }
 
@@ -63,29 +72,18 @@ INLINE uint16_t float_to_half(float x) {
     memcpy(&bits, &h, 2);
     return bits;
 #else
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t sign = bits >> 16 & 0x8000;
-    bits &= 0x7fffffff;
+    uint32_t bits = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
     if (bits >= 0x47800000) /* 65536 and more, and NaN */
         return (uint16_t)(sign | (bits > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (bits < 0x38800000) { /* subnormal: float's own rounding at the place of 2^-24 */
-        float magnitude;
-        memcpy(&magnitude, &bits, 4);
-        magnitude += 0.5f;
-        memcpy(&bits, &magnitude, 4);
-        return (uint16_t)(sign | (bits - 0x3f000000));
-    }
+    if (bits < 0x38800000) /* subnormal: float's own rounding at the place of 2^-24 */
+        return (uint16_t)(sign | (bits_of(from_bits(bits) + 0.5f) - 0x3f000000));
     bits += 0xfff + (bits >> 13 & 1);
     return (uint16_t)(sign | ((bits - 0x38000000) >> 13));
 #endif
 }
 
 INLINE float bfloat_to_float(uint16_t h) {
-    uint32_t bits = (uint32_t)h << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+    return from_bits((uint32_t)h << 16);
 }
 
 /* Vectors from narrower elements */
@@ -102,6 +100,20 @@ INLINE vf load_half(const uint16_t *p) {
     for (int i = 0; i < LANES; i++)
         x[i] = half_to_float(p[i]);
     return x;
+#endif
+}
+
+/* As float_to_half. */
+INLINE void store_half(uint16_t *p, vf x) {
+#if defined(TARGET_AVX512)
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, 0));
+#elif defined(TARGET_AVX2)
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, 0));
+#elif defined(__aarch64__)
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+#else
+    for (int i = 0; i < LANES; i++)
+        p[i] = float_to_half(x[i]);
 #endif
 }
 

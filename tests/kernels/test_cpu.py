@@ -251,6 +251,21 @@ def test_sealing_is_the_oracles_bit_for_bit(cpu: CPU, dim: int, dtype: Any) -> N
         close(mine, np.asarray(oracles), 1e-6)
 
 
+def test_writing_rows_converts_in_place(cpu: CPU) -> None:
+    with np.errstate(over="ignore"):
+        x = extremes(46, 3, 70, 64)[:, :64]
+        buffer = np.zeros((3, 100, 64), np.float16)
+        expected = buffer.copy()
+        expected[:, 7:71] = x
+    cpu.write_tokens(buffer, 7, x)
+    assert np.array_equal(buffer, expected, equal_nan=True)
+    expected[:, :60] = expected[:, 20:80]
+    cpu.write_tokens(buffer, 0, buffer[:, 20:80])
+    assert np.array_equal(buffer, expected, equal_nan=True)
+    with pytest.raises(ValueError, match="fit"):
+        cpu.write_tokens(buffer, 90, x)
+
+
 def test_sealing_reads_strided_views(cpu: CPU) -> None:
     k, v = noise(15, BLOCK, 3, 64).swapaxes(0, 1), noise(16, 3, 100, 64)[:, 10 : 10 + BLOCK]
     expected = codec.seal(mx.array(np.ascontiguousarray(k)), mx.array(np.ascontiguousarray(v)))

@@ -126,8 +126,8 @@ class Int4Cache:
             self._n_tail += k.shape[1]
 
     def _write_tail(self, start: int, k: Array, v: Array) -> None:
-        self._tail_k[:, start : start + k.shape[1]] = k
-        self._tail_v[:, start : start + k.shape[1]] = v
+        self._backend.write_tokens(self._tail_k, start, k)
+        self._backend.write_tokens(self._tail_v, start, v)
 
     def _seal(self, k: Array, v: Array) -> None:
         self._append_tiles(self._backend.seal(k, v))
@@ -238,8 +238,8 @@ class DenseCache:
             capacity, dtype = _next_capacity(end, GROWTH_TOKENS), self._backend.cache_dtype
             self._k = _grown(self._backend, self._k, capacity, dtype)
             self._v = _grown(self._backend, self._v, capacity, dtype)
-        self._k[:, self._length : end] = k
-        self._v[:, self._length : end] = v
+        self._backend.write_tokens(self._k, self._length, k)
+        self._backend.write_tokens(self._v, self._length, v)
         self._length = end
         return self._backend.attend_dense(q, self._k[:, :end], self._v[:, :end], scale)
 
