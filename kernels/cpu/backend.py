@@ -47,7 +47,10 @@ class CPU(Backend):
         return np.concatenate(arrays, axis=1)
 
     def write_tokens(self, buffer: Array, start: int, x: Array) -> None:
-        _native.write(buffer, start, x)
+        if buffer.dtype == np.float16:
+            _native.write(buffer, start, x)
+        else:
+            super().write_tokens(buffer, start, x)
 
     # Layers
 
