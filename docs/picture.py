@@ -5,6 +5,7 @@ Run it from the top of the repository: python docs/picture.py
 
 import asyncio
 import re
+from functools import partial
 from pathlib import Path
 
 from tqchat.engine.events import EngineOptions, Sampling
@@ -17,7 +18,7 @@ PICTURE = Path(__file__).parent / "chat.svg"
 
 async def main() -> None:
     settings = Settings(sampling=Sampling(temperature=0), max_tokens=400)
-    app = ChatApp(lambda: open_engine("smollm2", EngineOptions()), settings)
+    app = ChatApp(partial(open_engine, "smollm2", EngineOptions()), settings)
     async with app.run_test(size=SIZE) as pilot:
         await idle(app)
         for question in QUESTIONS:

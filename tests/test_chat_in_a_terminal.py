@@ -86,7 +86,7 @@ def test_the_first_conversation(chat: Callable[..., Terminal], smollm2_gguf: Pat
     assert int(terminal.wait_for(r"(\d+) of 8,192")[1]) > tokens
 
     terminal.type("/clear\r")
-    terminal.wait_for("forgotten")
+    terminal.wait_for("new conversation")
     terminal.wait_for(r" 0 of 8,192")
     assert kv_bytes(terminal) == 0
     assert "Paris" not in terminal.text

@@ -5,7 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
 from types import FrameType
@@ -66,8 +66,6 @@ def _chat(options: argparse.Namespace) -> int:
     if options.prompt is None and not piped and not options.file:
         if not sys.stdout.isatty():
             fail("The output is not a terminal: ask with -p, or pipe a question in.")
-        if options.newest or options.resume is not None:
-            fail("The screen cannot go on with a conversation yet: ask with -p.")
         from tqchat.supervisor import supervise
 
         return supervise(lambda: _screen(options, engine_options, sampling))
@@ -98,7 +96,7 @@ def _chat(options: argparse.Namespace) -> int:
     from tqchat.headless import answer
 
     try:
-        with _session(options) as session:
+        with _session(options) or nullcontext() as session:
             return answer(
                 model=options.model,
                 message=with_documents(question, documents),
@@ -118,13 +116,19 @@ def _chat(options: argparse.Namespace) -> int:
 def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampling) -> int:
     ctrl_c = _CtrlC()
     _require_mlx()
-    from tqchat.tui.app import run
+    from tqchat.chat.errors import ChatError
+    from tqchat.tui.app import Settings, run
 
     ctrl_c.raise_again()
-    return run(options.model, engine, sampling, options.system, options.max_tokens)
+    try:
+        session = _session(options)
+    except ChatError as error:
+        fail(str(error))
+    settings = Settings(options.system, sampling, options.max_tokens)
+    return run(options.model, engine, settings, session)
 
 
-def _session(options: argparse.Namespace) -> AbstractContextManager["Session | None"]:
+def _session(options: argparse.Namespace) -> "Session | None":
     """The saved conversation to go on with, if one is asked for. Raises ChatError."""
     from tqchat.chat import sessions
 
@@ -136,7 +140,7 @@ def _session(options: argparse.Namespace) -> AbstractContextManager["Session | N
         fail("Name the conversation after --resume, or go on with the newest: --continue.")
     if options.resume is not None:
         return sessions.Session.open(options.resume)
-    return nullcontext()
+    return None
 
 
 def _subcommand(name: str, arguments: Sequence[str]) -> int:

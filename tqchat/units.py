@@ -10,3 +10,8 @@ def bytes_text(count: float) -> str:
         power += 1
     digits = 0 if power == 0 or count >= 99.95 else 1
     return f"{count:.{digits}f} {units[power]}"
+
+
+def file_size_text(count: float) -> str:
+    """The same as file managers write it: 524288 -> "512 KB"."""
+    return bytes_text(count).replace("iB", "B")

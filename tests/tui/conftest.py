@@ -9,6 +9,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.tui.fake_engine import FakeEngine
+from tqchat.chat.sessions import Session
 from tqchat.tui import themes
 from tqchat.tui.app import TICK_S, ChatApp, Settings
 from tqchat.tui.widgets.bars import Activity
@@ -44,8 +45,13 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-def make_app(engine: FakeEngine, theme: str = themes.DARK) -> ChatApp:
-    return ChatApp(engine.open, Settings("Be brief."), theme)
+def make_app(
+    engine: FakeEngine,
+    theme: str = themes.DARK,
+    session: Session | None = None,
+    system: str | None = "Be brief.",
+) -> ChatApp:
+    return ChatApp(engine.open, Settings(system), theme, session)
 
 
 async def wait_until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
@@ -116,9 +122,12 @@ class Chat:
 
 @asynccontextmanager
 async def chat(
-    engine: FakeEngine, size: tuple[int, int] = (100, 40), load: bool = True
+    engine: FakeEngine,
+    size: tuple[int, int] = (100, 40),
+    load: bool = True,
+    session: Session | None = None,
 ) -> AsyncIterator[Chat]:
-    app = make_app(engine)
+    app = make_app(engine, session=session, system=None if session else "Be brief.")
     async with app.run_test(size=size) as pilot:
         chat = Chat(app, engine, pilot)
         await chat.until(lambda: engine.loads)
@@ -126,3 +135,4 @@ async def chat(
             engine.say_loaded()
             await chat.shows("ready")
         yield chat
+    app.close_engine()

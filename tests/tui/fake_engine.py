@@ -3,10 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tqchat.chat.conversation import Message
 from tqchat.engine.events import (
     CacheUse,
+    Counted,
     Event,
     Failed,
     Finished,
@@ -18,6 +20,7 @@ from tqchat.engine.events import (
     Prefilling,
     Sampling,
     Stats,
+    TakenUp,
     Token,
     Usage,
 )
@@ -50,6 +53,8 @@ class FakeEngine:
     stops: int = 0
     clears: int = 0
     closed: bool = False
+    folders: list[Path] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     tokens: int = 0
 
     def load(self, model: str) -> None:
@@ -70,11 +75,21 @@ class FakeEngine:
         self.tokens = 0
         self.events.append(Stats(Usage(0, 0, 0, 0.0, 0.0, 0.0), self.cache, self.memory))
 
+    def take_up(self, folder: Path) -> None:
+        self.folders.append(folder)
+        self.events.append(TakenUp(self.cache, self.memory))
+
+    def count(self, text: str) -> int:
+        """A token is four characters long, the last one of a text perhaps less."""
+        self.texts.append(text)
+        self.events.append(Counted(len(self.texts), -(-len(text) // 4)))
+        return len(self.texts)
+
     def close(self) -> None:
         self.closed = True
 
-    def open(self) -> Opened:
-        return Opened(self, "smollm2")
+    def open(self, model: str | None = None) -> Opened:
+        return Opened(self, model or "smollm2")
 
     @property
     def turn(self) -> int:

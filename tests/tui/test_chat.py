@@ -27,7 +27,7 @@ async def test_first_frame_does_not_wait_for_the_engine() -> None:
     loop = asyncio.get_running_loop()
     engine = FakeEngine()
 
-    def open_slowly() -> Opened:
+    def open_slowly(model: str | None) -> Opened:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
         return engine.open()
 
@@ -70,7 +70,7 @@ async def test_notes_of_the_model_are_said(engine: FakeEngine) -> None:
 
 async def test_the_built_in_model_says_how_to_get_a_larger_one() -> None:
     engine = FakeEngine()
-    app = ChatApp(lambda: Opened(engine, "smollm2", suggest_larger=True), Settings())
+    app = ChatApp(lambda model: Opened(engine, "smollm2", suggest_larger=True), Settings())
     async with app.run_test(size=(100, 40)) as pilot:
         screen = Chat(app, engine, pilot)
         await screen.until(lambda: engine.loads)
@@ -94,7 +94,7 @@ async def test_a_load_that_failed_gives_messages_back_and_can_be_tried_again(
 
 
 async def test_an_engine_that_does_not_start_is_said() -> None:
-    def broken() -> Opened:
+    def broken(model: str | None) -> Opened:
         raise ImportError("no backend")
 
     app = ChatApp(broken, Settings())
@@ -209,7 +209,7 @@ async def test_late_events_of_another_turn_are_not_shown(engine: FakeEngine) -> 
         await screen.command("/clear")
         engine.say("ghost")
         engine.say_finished("ghost", "stopped")
-        await screen.shows("is forgotten")
+        await screen.shows("new conversation")
         await screen.send("two")
         assert "ghost" not in screen.screen_text
         assert contents(screen) == [("system", "Be brief."), ("user", "two")]
@@ -370,7 +370,7 @@ async def test_clear_forgets_and_frees(engine: FakeEngine, typed: str) -> None:
     async with chat(engine) as screen:
         await screen.exchange("Remember me", "I do.")
         await screen.command(typed)
-        await screen.shows("is forgotten", "0 of 8,192")
+        await screen.shows("new conversation", "0 of 8,192")
         assert "Remember me" not in screen.screen_text
         assert engine.clears == 1
         await screen.send("new")
@@ -470,7 +470,7 @@ async def test_the_menu_completes_with_tab_and_runs_with_enter(engine: FakeEngin
         assert screen.prompt.text == "/stats"
         await screen.pilot.press(*["backspace"] * 6)
         await screen.pilot.press("/", "down", "enter")
-        await screen.shows("is forgotten")
+        await screen.shows("new conversation")
 
 
 async def test_the_palette_has_every_command(engine: FakeEngine) -> None:

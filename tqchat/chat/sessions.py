@@ -130,12 +130,13 @@ class Session:
     def create(cls, model: str | None = None, system: str = "") -> Self:
         """A new conversation. Raises ChatError."""
         with _errors():
+            root = _root()
             while True:
                 name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
                 with contextlib.suppress(FileExistsError):
-                    (_root() / name).mkdir(mode=0o700)
+                    (root / name).mkdir(mode=0o700)
                     break
-            session = cls(name, _open_locked(_root() / name, os.O_CREAT), Transcript())
+            session = cls(name, _open_locked(root / name, os.O_CREAT), Transcript())
             start: list[dict[str, Any]] = [
                 {"type": "session", "version": VERSION, "created": time.time()}
             ]

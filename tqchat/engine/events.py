@@ -141,8 +141,16 @@ class Note:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many tokens a text takes; `number` tells which one."""
+
+    number: int
+    tokens: int
+
+
 Event: TypeAlias = (
-    Loading | Loaded | Prefilling | Token | Stats | Finished | Failed | TakenUp | Note
+    Loading | Loaded | Prefilling | Token | Stats | Finished | Failed | TakenUp | Note | Counted
 )
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import ClassVar, Protocol
 
@@ -15,8 +16,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
-from tqchat.chat.conversation import Conversation as Talk
 from tqchat.chat.conversation import Message
+from tqchat.chat.sessions import Session
 from tqchat.engine.events import (
     EngineOptions,
     Event,
@@ -39,6 +40,7 @@ from tqchat.tui.commands import COMMANDS, Command, Unknown, find
 from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
 from tqchat.tui.figures import rate_text, seconds_text
 from tqchat.tui.parser import parser
+from tqchat.tui.record import Record
 from tqchat.tui.state import NO_USAGE, Figures, Progress
 from tqchat.tui.terminal import use_terminal_parser
 from tqchat.tui.text import clean_line
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1 / 15
 _HINT_S = 4.0
+_MOMENT_S = 0.5
 _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
     "stopped": "stopped",
@@ -71,6 +74,7 @@ class ChatEngine(Protocol):
     def generate(
         self, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None = None
     ) -> int: ...
+    def take_up(self, folder: Path) -> None: ...
     def stop(self) -> None: ...
     def clear(self) -> None: ...
     def close(self) -> None: ...
@@ -115,7 +119,8 @@ class _Waiting:
 
 
 class ChatApp(App[int]):
-    """`open_engine` is called on a thread of its own after the first frame: it may import MLX."""
+    """`open_engine` is called on a thread of its own after the first frame: it may import MLX. It
+    is given the name of the model that `session`, the conversation to go on with, was held with."""
 
     CSS_PATH = "app.tcss"
     TITLE = "tqchat"
@@ -145,7 +150,11 @@ class ChatApp(App[int]):
     )
 
     def __init__(
-        self, open_engine: Callable[[], Opened], settings: Settings, theme: str = themes.DARK
+        self,
+        open_engine: Callable[[str | None], Opened],
+        settings: Settings,
+        theme: str = themes.DARK,
+        session: Session | None = None,
     ) -> None:
         super().__init__()
         self._open_engine = open_engine
@@ -158,7 +167,9 @@ class ChatApp(App[int]):
         self._loading: Progress | None = Progress("Starting")
         self._reading: Progress | None = None
         self._figures = Figures()
-        self._talk = Talk(settings.system or "")
+        self._record = Record(settings.system, self._not_saved)
+        if session is not None:
+            self._record.go_on(session, settings.system)
         self._turn: _Turn | None = None
         self._waiting: deque[_Waiting] = deque()
         self._hint = ("", 0.0)
@@ -200,6 +211,8 @@ class ChatApp(App[int]):
 
     def on_mount(self) -> None:
         self._conversation.append(welcome.greeting())
+        if self._record.session is not None:
+            self._show_record(self._record.session)
         for fault in self._theme_faults:
             self._conversation.append(Fault(clean_line(fault)))
         self._draw_figures()
@@ -211,7 +224,10 @@ class ChatApp(App[int]):
 
     def _open(self) -> None:
         try:
-            opened = self._open_engine()
+            session = self._record.session
+            opened = self._open_engine(None if session is None else session.model)
+            if session is not None:
+                opened.engine.take_up(session.cache_folder)
             opened.engine.load(opened.model)
             self._opened = opened
             # Needed with the first answer, and slow to import: better now than then.
@@ -222,11 +238,13 @@ class ChatApp(App[int]):
             self._open_fault = fault
 
     def close_engine(self) -> None:
-        """Ends the engine, if it was started. Waits for what cannot be interrupted."""
+        """Ends the engine, if it was started, and then the session. Waits for what cannot be
+        interrupted."""
         if self._opener.is_alive():
             self._opener.join()
         if self._opened is not None:
             self._opened.engine.close()
+        self._record.close()
 
     @property
     def _engine(self) -> ChatEngine | None:
@@ -281,10 +299,16 @@ class ChatApp(App[int]):
                 self._loaded(model)
             case Stats(usage, cache, memory):
                 figures.cache, figures.memory = cache, memory
-                if self._turn is not None:
+                if usage == NO_USAGE:
+                    self._record.let_go()
+                elif self._turn is not None:
                     figures.usage = usage
             case TakenUp(cache, memory):
                 figures.cache, figures.memory = cache, memory
+                self._record.let_go()
+                if figures.model is not None:
+                    self._loading = None
+                    self._next()
             case Note(message):
                 self._conversation.append(Notice(clean_line(message)))
                 return False
@@ -373,14 +397,17 @@ class ChatApp(App[int]):
 
     def _next(self) -> None:
         """Starts the next turn, if one waits and nothing runs."""
-        if self.busy or not self._waiting or (engine := self._engine) is None:
+        engine = self._engine
+        if self.busy or not self._waiting or engine is None:
             return
         waiting = self._waiting.popleft()
         waiting.question.waiting("")
         self._conversation.update_entry(waiting.question)
-        self._talk.add("user", waiting.text)
+        assert self._figures.model is not None
+        if folder := self._record.ask(waiting.text, self._figures.model.name):
+            engine.take_up(folder)
         number = engine.generate(
-            self._talk.prompt(), self._settings.sampling, self._settings.max_tokens
+            self._record.talk.prompt(), self._settings.sampling, self._settings.max_tokens
         )
         self._turn = _Turn(number, waiting.question, waiting.text, waiting.shown)
         self._reading = None
@@ -396,6 +423,7 @@ class ChatApp(App[int]):
             self._figures.begin_decoding()
         turn.tokens += 1
         self._text.append(text)
+        self._record.stream(text)
         return self._figures.count_tokens(1)
 
     def _draw_text(self) -> None:
@@ -413,7 +441,7 @@ class ChatApp(App[int]):
         if reason == "stopped" and not text:
             self._take_back(turn)
         else:
-            self._talk.add("assistant", text)
+            self._record.finish(text)
             answer = turn.answer or Answer()
             answer.finish(self._footer(reason), "$text-muted" if reason == "stop" else "$warning")
             if turn.answer is None:
@@ -452,7 +480,7 @@ class ChatApp(App[int]):
 
     def _take_back(self, turn: _Turn) -> None:
         """The message was not answered: it returns to the prompt and leaves the conversation."""
-        self._talk.remove_last()
+        self._record.take_back()
         if turn.answer is None:
             self._conversation.remove_entry(turn.question)
         self._prompt.put_back(turn.shown)
@@ -572,24 +600,50 @@ class ChatApp(App[int]):
         self._conversation.show_end()
 
     def clear(self) -> None:
-        """Forgets the conversation; a running answer is stopped first."""
+        """Begins a new conversation; a running answer is stopped first."""
+        saved = self._record.session is not None
         if (engine := self._engine) is not None:
             if self._turn is not None:
                 engine.stop()
             engine.clear()
+        self._leave_conversation()
+        before = " The one before is saved." if saved else ""
+        self._conversation.append(Notice(f"A new conversation.{before}"))
+        self._draw_figures()
+
+    def _leave_conversation(self) -> None:
         self._turn = self._reading = None
         self._text.clear()
         self._waiting.clear()
-        self._talk.clear()
+        self._record.leave()
+        if self._figures.model is None:
+            self._record.let_go()
         self._figures.usage = NO_USAGE
         self._figures.speeds.clear()
         self._conversation.empty()
-        self._conversation.append(Notice("The conversation is forgotten and its cache is free."))
-        self._draw_figures()
+
+    def _show_record(self, session: Session) -> None:
+        """The conversation that was taken up, as it was left."""
+        messages = self._record.messages
+        for number, message in enumerate(messages):
+            if message.role == "user":
+                self._conversation.append(Question(self._prompt.fold(message.content)))
+                continue
+            answer = Answer()
+            answer.feed(message.content)
+            cut = session.unfinished and number == len(messages) - 1
+            answer.finish("not finished: /retry answers again" if cut else "", "$warning")
+            self._conversation.append(answer)
+        if self._record.unanswered:
+            self._conversation.append(Notice("Not answered yet: /retry asks again."))
+        self._conversation.show_end()
+
+    def _not_saved(self, message: str) -> None:
+        self._conversation.append(Notice(clean_line(message), "!", "$warning"))
 
     def reset(self) -> None:
         self._settings = self._given
-        self._talk.system = self._given.system or ""
+        self._record.talk.system = self._given.system or ""
         self.clear()
         self._conversation.append(Notice("System prompt and sampling are as at the start."))
 
@@ -603,7 +657,7 @@ class ChatApp(App[int]):
         elif self._figures.model is None:
             self._loading = Progress("Starting")
             engine.load(self._opened.model)
-        elif not self._talk.messages:
+        elif not self._record.messages:
             self.hint("There is nothing to answer again.")
         else:
             self._answer_again()
@@ -615,15 +669,15 @@ class ChatApp(App[int]):
         assert isinstance(question, Question)
         for entry in entries[place + 1 :]:
             self._conversation.remove_entry(entry)
-        if self._talk.messages[-1].role == "assistant":
-            self._talk.remove_last()
-        text = self._talk.remove_last().content
+        start = max(n for n, m in enumerate(self._record.messages) if m.role == "user")
+        text = self._record.messages[start].content
+        self._record.replace(start)
         self._waiting.append(_Waiting(question, text, question.text))
         self._next()
 
     def copy_answer(self) -> None:
         answers = [
-            message.content for message in self._talk.messages if message.role == "assistant"
+            message.content for message in self._record.messages if message.role == "assistant"
         ]
         if answers:
             self._copy(answers[-1], "The last answer")
@@ -656,11 +710,13 @@ class ChatApp(App[int]):
         self._conversation.show_end()
 
 
-def open_engine(model: str | None, options: EngineOptions) -> Opened:
-    """Starts an engine for the model named, else the last one used, else the built-in one."""
+def open_engine(model: str | None, options: EngineOptions, saved_model: str | None) -> Opened:
+    """Starts an engine for the model named, else the one the saved conversation was held with, else
+    the last one used, else the built-in one."""
     from tqchat.engine.engine import Engine, default_model
 
-    name, is_small = default_model() if model is None else (model, False)
+    name = model or saved_model
+    name, is_small = default_model() if name is None else (name, False)
     engine = Engine(options)
     engine.start()
     return Opened(engine, name, suggest_larger=is_small)
@@ -669,15 +725,17 @@ def open_engine(model: str | None, options: EngineOptions) -> Opened:
 def run(
     model: str | None,
     options: EngineOptions,
-    sampling: Sampling,
-    system: str | None,
-    max_tokens: int | None,
+    settings: Settings,
+    session: Session | None = None,
 ) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
     use_terminal_parser()
-    app = ChatApp(partial(open_engine, model, options), Settings(system, sampling, max_tokens))
+    app = ChatApp(partial(open_engine, model, options), settings, session=session)
     try:
         code = app.run()
     finally:
+        saying = threading.Timer(_MOMENT_S, print, ["Saving …"])
+        saying.start()
         app.close_engine()
+        saying.cancel()
     return 1 if code is None else code

@@ -23,7 +23,7 @@ class Command:
 COMMANDS = (
     Command("help", "show commands and keys", lambda app: app.show_help()),
     Command(
-        "clear", "forget the conversation and free its cache", lambda app: app.clear(), ("clear",)
+        "clear", "begin a new conversation and free the cache", lambda app: app.clear(), ("clear",)
     ),
     Command(
         "reset",

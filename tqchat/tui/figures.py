@@ -7,17 +7,6 @@ from textual.content import Content
 Part = tuple[float, str]
 
 
-def bytes_text(count: float) -> str:
-    """1536 -> "1.5 KiB". Three digits at most, so that columns stay put."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    power = 0
-    while count >= 999.5 and power < len(units) - 1:
-        count /= 1024
-        power += 1
-    digits = 0 if power == 0 or count >= 99.95 else 1
-    return f"{count:.{digits}f} {units[power]}"
-
-
 def rate_text(tokens_per_second: float) -> str:
     """8.24 -> "8.2", 1234.5 -> "1,234", nothing measured -> "-"."""
     if tokens_per_second <= 0:

@@ -7,10 +7,11 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tqchat.engine.events import ModelInfo
-from tqchat.tui.figures import bar, bytes_text, rate_text, seconds_text
+from tqchat.tui.figures import bar, rate_text, seconds_text
 from tqchat.tui.rows import EMPTY
 from tqchat.tui.state import Progress
 from tqchat.tui.text import clean_line
+from tqchat.units import bytes_text
 
 _SPINNER = "⠋⠙⠸⠴⠦⠇"
 _NARROWEST_BAR = 8

@@ -6,8 +6,9 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tqchat.engine.events import Memory
-from tqchat.tui.figures import bar, bytes_text, rate_text, seconds_text, sparkline, stacked_bar
+from tqchat.tui.figures import bar, rate_text, seconds_text, sparkline, stacked_bar
 from tqchat.tui.state import Figures
+from tqchat.units import bytes_text
 
 WIDTH = 28
 _TIGHT = 0.10

@@ -61,6 +61,14 @@ class Prompt(TextArea):
         """The text with every token replaced by what it stands for."""
         return _TOKEN.sub(lambda match: self._pastes.get(int(match[1]), match[0]), shown)
 
+    def fold(self, text: str) -> str:
+        """`text` itself, or a token that stands for it if it is long."""
+        if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
+            return text
+        number = len(self._pastes) + 1
+        self._pastes[number] = text
+        return f"[pasted {number}: {len(text):,} chars]"
+
     def put_back(self, shown: str) -> None:
         """Returns a message to the box, before whatever is in it."""
         self.text = f"{shown}\n{self.text}" if self.text.strip() else shown
@@ -169,11 +177,7 @@ class Prompt(TextArea):
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
-        text = clean_paste(event.text)
-        if len(text) > _LONGEST_PASTE or text.count("\n") >= _MOST_PASTED_LINES:
-            number = len(self._pastes) + 1
-            self._pastes[number] = text
-            text = f"[pasted {number}: {len(text):,} chars]"
+        text = self.fold(clean_paste(event.text))
         if result := self._replace_via_keyboard(text, *self.selection):
             self.move_cursor(result.end_location)
             self.focus()

@@ -1,0 +1,176 @@
+"""Conversations on disk, as the screen writes them and goes on with them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tui.conftest import chat
+from tests.tui.fake_engine import FakeEngine
+from tqchat import paths
+from tqchat.chat import sessions
+from tqchat.chat.errors import ChatError
+from tqchat.chat.sessions import Session, Transcript
+
+LONG = "word " * 1000
+
+
+def on_disk() -> list[tuple[str, str]]:
+    """The newest conversation as a crash at this moment would leave it."""
+    folder = sessions.summaries()[0].folder
+    transcript = Transcript.read((folder / "conversation.jsonl").read_bytes())
+    transcript.end_partial()
+    return [(message.role, message.content) for message in transcript.conversation.messages]
+
+
+def contents(engine: FakeEngine) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in engine.turns[-1]]
+
+
+def saved(*turns: tuple[str, str], answered: bool = True) -> Session:
+    session = Session.create("smollm2", "Be kind.")
+    for question, answer in turns:
+        session.add_user(question)
+        if answered:
+            session.finish(answer)
+        elif answer:
+            session.stream(answer)
+    session.close()
+    return Session.open(session.id)
+
+
+async def test_the_first_message_makes_the_session_and_is_on_disk_before_it_is_read(
+    engine: FakeEngine,
+) -> None:
+    async with chat(engine) as screen:
+        assert not sessions.summaries()
+        await screen.send("Where?")
+        assert on_disk() == [("user", "Where?")]
+        (summary,) = sessions.summaries()
+        assert engine.folders == [summary.folder / "cache"]
+        engine.say("In Par")
+        await screen.until(lambda: on_disk()[1:] == [("assistant", "In Par")])
+        engine.say_finished("In Paris.")
+        await screen.until(lambda: on_disk()[1:] == [("assistant", "In Paris.")])
+        assert sessions.summaries()[0].model == "SmolLM2-135M-Instruct"
+        await screen.exchange("And?", "Berlin.")
+        assert len(engine.folders) == 1
+        with pytest.raises(ChatError):
+            Session.open(summary.id)
+    with Session.open(summary.id) as session:
+        assert session.conversation.system == "Be brief."
+        assert len(session.conversation.messages) == 4
+
+
+async def test_clear_begins_a_new_session_and_the_old_one_stays(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        old = sessions.summaries()[0].id
+        await screen.command("/clear")
+        await screen.shows("A new conversation", "is saved")
+        await screen.exchange("two", "2")
+        assert len(engine.folders) == len(sessions.summaries()) == 2
+        with Session.open(old) as session:
+            assert [m.content for m in session.conversation.messages] == ["one", "1"]
+
+
+async def test_a_question_stopped_before_its_answer_is_kept_until_the_next(
+    engine: FakeEngine,
+) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.send("two")
+        engine.say_finished("", "stopped")
+        await screen.until(lambda: screen.prompt.text == "two")
+        assert on_disk()[2:] == [("user", "two")]
+        await screen.send("two and more")
+        assert on_disk()[2:] == contents(engine)[3:] == [("user", "two and more")]
+
+
+async def test_retry_takes_the_answers_place_on_disk(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "bad")
+        await screen.command("/retry")
+        await screen.until(lambda: engine.turn == 2)
+        engine.say_finished("good")
+        await screen.until(lambda: on_disk() == [("user", "one"), ("assistant", "good")])
+
+
+async def test_a_disk_that_does_not_take_it_is_said_once_and_the_chat_goes_on(
+    engine: FakeEngine,
+) -> None:
+    (paths.data_dir() / "sessions").touch()
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.shows("goes on without being saved")
+        await screen.exchange("two", "2")
+        assert screen.screen_text.count("without being saved") == 1
+        assert engine.folders == []
+
+
+async def test_a_conversation_is_shown_as_it_was_left(engine: FakeEngine) -> None:
+    session = saved(("Where?", "In **Paris**."), (LONG, "Ah."))
+    async with chat(engine, session=session) as screen:
+        assert engine.folders == [session.cache_folder]
+        assert engine.loads == ["smollm2"]
+        await screen.shows("Where?", "In Paris.", "[pasted 1: ", "Ah.")
+        await screen.send("more")
+        assert contents(engine) == [
+            ("system", "Be kind."),
+            ("user", "Where?"),
+            ("assistant", "In **Paris**."),
+            ("user", LONG),
+            ("assistant", "Ah."),
+            ("user", "more"),
+        ]
+        assert len(engine.folders) == 1
+
+
+@pytest.mark.parametrize(("answer", "said"), [("", "Not answered yet"), ("Half", "not finished")])
+async def test_what_was_not_answered_is_shown_and_retried(
+    engine: FakeEngine, answer: str, said: str
+) -> None:
+    session = saved(("Where?", answer), answered=False)
+    async with chat(engine, session=session) as screen:
+        await screen.shows("Where?", answer, said, "/retry")
+        await screen.command("/retry")
+        await screen.until(lambda: engine.turns)
+        assert contents(engine) == [("system", "Be kind."), ("user", "Where?")]
+        engine.say_finished("There.")
+        await screen.until(lambda: on_disk() == [("user", "Where?"), ("assistant", "There.")])
+
+
+async def test_an_unanswered_question_goes_with_the_next_one(engine: FakeEngine) -> None:
+    session = saved(("Where?", ""), answered=False)
+    async with chat(engine, session=session) as screen:
+        await screen.send("And when?")
+        assert contents(engine)[1:] == on_disk() == [("user", "Where?\n\nAnd when?")]
+        engine.say_finished("", "stopped")
+        await screen.until(lambda: screen.prompt.text == "And when?")
+        await screen.send("When?")
+        assert contents(engine)[1:] == on_disk() == [("user", "Where?\n\nWhen?")]
+
+
+async def test_the_session_is_closed_after_the_engine(engine: FakeEngine, tmp_path: Path) -> None:
+    session = saved(("Where?", "There."))
+    locked: list[bool] = []
+
+    def close() -> None:
+        with pytest.raises(ChatError):
+            Session.open(session.id)
+        locked.append(True)
+
+    engine.close = close  # type: ignore[method-assign]
+    async with chat(engine, session=session):
+        pass
+    assert locked == [True]
+    Session.open(session.id).close()
+
+
+async def test_clear_in_the_middle_of_an_answer_keeps_what_came(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.send("one")
+        for piece in ("Half", " an", " answer"):
+            engine.say(piece)
+        await screen.shows("Half an answer")
+        await screen.command("/clear")
+        await screen.until(lambda: on_disk() == [("user", "one"), ("assistant", "Half an answer")])
