@@ -37,16 +37,16 @@ def prompt(length: int, vocab_size: int) -> list[int]:
 def serve_tqchat(path: str, threads: int, longest: int) -> Callable[[int], Rates]:
     import mlx.core as mx
 
-    from tqchat.engine.events import EngineOptions, Sampling
+    from tqchat.engine.events import EngineOptions
     from tqchat.engine.generation import Session
     from tqchat.engine.loading import load_path
-    from tqchat.engine.sampler import sample, token_id
+    from tqchat.engine.sampler import Rules, sample, token_id
 
     loaded = load_path(Path(path), path, EngineOptions(kv="int4", threads=threads))
     session = Session(loaded)
 
     def greedy(logits: mx.array) -> int:
-        return token_id(sample(logits[-1], Sampling(temperature=0), []))
+        return token_id(sample(logits[-1], Rules(temperature=0), []))
 
     def run(context: int) -> Rates:
         session.clear()

@@ -490,3 +490,24 @@ def test_sigint_at_any_moment(environment, home, slow) -> None:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
         assert (process.returncode, stderr) == (130, b""), f"after {tenth / 10} s"
+
+
+def test_a_name_that_is_no_model_ends_before_the_screen(tqchat) -> None:
+    assert_refused(tqchat("modles"), "no model 'modles'", "tqchat models")
+
+
+def test_a_full_disk_under_stdout_is_one_line(tqchat, tiny) -> None:
+    command = [sys.executable, "-m", "tqchat", str(tiny), "-p", "Hi", "--max-tokens", "3"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("stream", ["<&-", "2>&-"])
+def test_missing_streams_do_not_matter(tiny, stream) -> None:
+    command = f"{sys.executable} -m tqchat {tiny} -p Hi --max-tokens 3 {stream}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done
+    assert done.stdout.strip()

@@ -1,10 +1,13 @@
 """Arguments to the screen, one answer, or a subcommand."""
 
 import argparse
+import difflib
+import errno
 import logging
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
@@ -37,6 +40,7 @@ NO_MLX = (
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tqchat` command. Returns the exit code: 2 for bad input, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     try:
         _log_to_file()
         if arguments and arguments[0] in SUBCOMMANDS:
@@ -49,6 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone; Python would complain at exit when flushing.
         sys.stdout = None
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        sys.stdout = None
+        print(f"tqchat: The answer cannot be written: {error.strerror}.", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _open_missing_streams() -> None:
+    """A process may be started without standard streams; Python then has None for them."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -62,6 +79,8 @@ def _chat(options: argparse.Namespace) -> int:
         options.repetition_penalty,
         options.seed,
     )
+    if options.model is not None:
+        _check_name(options.model)
     piped = not sys.stdin.isatty()
     if options.prompt is None and not piped and not options.file:
         if not sys.stdout.isatty():
@@ -69,13 +88,13 @@ def _chat(options: argparse.Namespace) -> int:
         from tqchat.supervisor import supervise
 
         return supervise(lambda: _screen(options, engine_options, sampling))
-    from tqchat.chat.documents import decode, read_document, with_documents
+    from tqchat.chat.documents import LARGEST_BYTES, decode, read_document, with_documents
     from tqchat.chat.errors import ChatError
 
     try:
         documents = [read_document(Path(path).expanduser()) for path in options.file]
         if piped:
-            given = decode("Input", "The input", sys.stdin.buffer.read())
+            given = decode("Input", "The input", sys.stdin.buffer.read(LARGEST_BYTES + 1))
             if given.text.strip():
                 documents.insert(0, given)
         for document in documents:
@@ -113,6 +132,18 @@ def _chat(options: argparse.Namespace) -> int:
         fail(str(error))
 
 
+def _check_name(model: str) -> None:
+    """A name that can be no model ends here, on the terminal it was typed in."""
+    from tqchat.models.errors import ModelError
+    from tqchat.models.find import resolve
+
+    try:
+        resolve(model)
+    except ModelError as error:
+        close = difflib.get_close_matches(model, SUBCOMMANDS, n=1)
+        fail(f"{error} Or did you mean: tqchat {close[0]}" if close else str(error))
+
+
 def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampling) -> int:
     ctrl_c = _CtrlC()
     _require_mlx()
@@ -120,12 +151,13 @@ def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampli
     from tqchat.tui.app import Settings, run
 
     ctrl_c.raise_again()
+    choose = options.resume == ""
     try:
-        session = _session(options)
+        session = None if choose else _session(options)
     except ChatError as error:
         fail(str(error))
     settings = Settings(options.system, sampling, options.max_tokens)
-    return run(options.model, engine, settings, session)
+    return run(options.model, engine, settings, session, choose)
 
 
 def _session(options: argparse.Namespace) -> "Session | None":
@@ -180,21 +212,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="the system prompt")
     add("--kv", choices=("int4", "fp16"), default="int4", help="how the KV cache is stored (int4)")
     add("--context", type=_positive, metavar="N", help="most tokens a conversation may take")
-    add("--threads", type=_positive, metavar="N", help="CPU threads (all that it may use)")
+    add("--threads", type=_threads, metavar="N", help="CPU threads (all that it may use)")
     add("--max-tokens", type=_positive, metavar="N", help="most tokens of one answer")
     add("--continue", dest="newest", action="store_true", help="go on with the newest conversation")
     add("--resume", nargs="?", const="", metavar="ID", help="go on with a saved conversation")
-    text = "most disk that saved KV caches take, in GiB; 0: none is saved"
+    text = "most disk that saved KV caches take, in GiB (20); 0: none is saved"
     _number(add, "--disk-budget", EngineOptions().disk_budget / 2**30, 0, 1e6, text)
-    defaults = Sampling()
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
-    _number(add, "--temperature", defaults.temperature, 0, 100, "0 takes the likeliest token")
-    _number(add, "--top-p", defaults.top_p, 0, 1, "1 switches it off")
-    add("--top-k", type=_natural, default=defaults.top_k, metavar="N", help="0 switches it off (0)")
-    _number(add, "--min-p", defaults.min_p, 0, 1, "0 switches it off")
-    _number(add, "--repetition-penalty", defaults.repetition_penalty, 0.01, 100, "1: none")
-    add("--seed", type=_natural, metavar="N", help="repeat the same random choices")
+    text = "sampling (default: as the model suggests, else these)"
+    add = parser.add_argument_group(text).add_argument
+    _number(add, "--temperature", None, 0, 100, "0.7; 0 takes the likeliest token")
+    _number(add, "--top-p", None, 0, 1, "0.95; 1 switches it off")
+    add("--top-k", type=_natural, metavar="N", help="0, which switches it off")
+    _number(add, "--min-p", None, 0, 1, "0, which switches it off")
+    _number(add, "--repetition-penalty", None, 0.01, 100, "1, which is none")
+    add("--seed", type=_seed, metavar="N", help="repeat the same random choices")
     group = parser.add_argument_group("without the screen")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument("--stats", action="store_true", help="print figures to stderr")
@@ -203,28 +234,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(add, name: str, default: float, low: float, high: float, text: str) -> None:  # type: ignore[no-untyped-def]
+def _number(
+    add: Callable[..., object], name: str, default: float | None, low: float, high: float, text: str
+) -> None:
     def parse(value: str) -> float:
-        number = float(value)
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
         if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
+            raise argparse.ArgumentTypeError(f"{value!r} is not a number from {low} to {high:g}")
         return number
 
-    add(name, type=parse, default=default, metavar="X", help=f"{text} ({default})")
+    add(name, type=parse, default=default, metavar="X", help=text)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(
+                f"{value!r} is not a whole number from {low} to {high}"
+            )
+        return number
+
+    return parse
 
 
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
+_positive = _integer(1, 2**31 - 1)
+_natural = _integer(0, 2**31 - 1)
+_threads = _integer(1, 1024)
+_seed = _integer(0, 2**64 - 1)
 
 
 def _require_mlx() -> None:

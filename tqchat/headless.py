@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ from tqchat.engine.events import (
     Token,
 )
 from tqchat.tui.text import clean
+
+GRACE_S = 3.0
 
 
 def answer(
@@ -99,7 +102,11 @@ def answer(
         status.clear()
         raise KeyboardInterrupt
     finally:
-        engine.close()
+        # Some calls, such as reading a tokenizer, hear of no stop; nobody who pressed Ctrl-C waits
+        # for them. The thread cannot be left behind either: it would abort the process.
+        if not engine.close(GRACE_S if interrupted() else None):
+            status.clear()
+            os._exit(130)
         status.clear()
         if turn is not None:
             turn.end()

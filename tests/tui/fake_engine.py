@@ -85,8 +85,9 @@ class FakeEngine:
         self.events.append(Counted(len(self.texts), -(-len(text) // 4)))
         return len(self.texts)
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> bool:
         self.closed = True
+        return True
 
     def open(self, model: str | None = None) -> Opened:
         return Opened(self, model or "smollm2")

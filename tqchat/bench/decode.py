@@ -12,10 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from tqchat.engine.events import Sampling
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
-from tqchat.engine.sampler import sample, token_id
+from tqchat.engine.sampler import Rules, sample, token_id
 from tqchat.kernels import Backend
 
 DECODED = 32
@@ -80,7 +79,7 @@ def _run(loaded: LoadedModel, session: Session, context: int) -> tuple[float, li
 
 
 def _greedy(logits: mx.array) -> int:
-    return token_id(sample(logits[-1], Sampling(temperature=0), []))
+    return token_id(sample(logits[-1], Rules(temperature=0), []))
 
 
 def _peak() -> int:

@@ -36,11 +36,13 @@ def read_document(path: Path) -> Document:
 
 
 def decode(name: str, where: str, data: bytes) -> Document:
-    """A file's text; `where` names it in errors. Raises ChatError: binary, a PDF without text.
+    """A file's text; `where` names it in errors. Raises ChatError: too large, binary, no text.
 
     UTF-8, UTF-16 and UTF-32 with a byte order mark, PDF where pypdf is installed; what is none of
     these but looks like text is taken as Windows-1252, the common superset of Latin-1.
     """
+    if len(data) > LARGEST_BYTES:
+        raise ChatError(f"{where} is larger than {LARGEST_BYTES >> 20} MiB: give a part of it.")
     if data.startswith(b"%PDF-"):
         return Document(name, _pdf_text(where, data))
     encoding = next((name for mark, name in _BOMS if data.startswith(mark)), "utf-8")
@@ -69,14 +71,11 @@ def _bytes(path: Path) -> bytes:
         if path.is_dir():
             raise ChatError(f"{path} is a folder: name a file in it.")
         with path.open("rb") as stream:
-            data = stream.read(LARGEST_BYTES + 1)
+            return stream.read(LARGEST_BYTES + 1)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError:
         raise ChatError(f"{str(path)!r} is not a file name.") from None
-    if len(data) > LARGEST_BYTES:
-        raise ChatError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB: give a part of it.")
-    return data
 
 
 def _looks_binary(text: str) -> bool:

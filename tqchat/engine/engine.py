@@ -16,7 +16,9 @@ import mlx.core as mx
 
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
+from tqchat.engine.counting import Counting
 from tqchat.engine.events import (
+    Counted,
     EngineOptions,
     Event,
     Failed,
@@ -65,6 +67,7 @@ class Engine:
         self._session: Session | None = None
         self._folder: Path | None = None
         self._noted = ""
+        self._counting = Counting(lambda number, tokens: self._emit(Counted(number, tokens)))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._last_job = self._last_turn = 0
@@ -103,6 +106,11 @@ class Engine:
         """
         self._add(lambda job: self._take_up(job, folder), is_turn=False)
 
+    def count(self, text: str) -> int:
+        """Have a text's tokens counted: a Counted event with this number follows, soon and without
+        waiting for turns, if a model is loaded."""
+        return self._counting.count(text)
+
     def stop(self) -> None:
         """Stop everything asked for so far, between chunks or tokens."""
         with self._lock:
@@ -115,13 +123,15 @@ class Engine:
         """
         self._add(lambda job: self._clear(), is_turn=False)
 
-    def close(self) -> None:
-        """Stop, and wait for the thread to end."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Stop, and wait for the thread to end, at most `timeout` seconds; False: it has not."""
         self._closing = True
         self.stop()
+        self._counting.close()
         self._jobs.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Event | None:
         """The next event, or None when `timeout` seconds have passed without one."""
@@ -171,11 +181,12 @@ class Engine:
             self._emit(Failed(job.turn, f"Internal error: {type(error).__name__}: {error}"))
 
     def _load(self, job: int, model: str | None) -> None:
-        self._loaded = self._session = None
+        self._loaded = self._session = self._counting.tokenizer = None
         mx.clear_cache()
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
         remember(self._loaded.info.name)
         self._session = Session(self._loaded)
+        self._counting.tokenizer = self._loaded.tokenizer
         self._session.warm_up()
         if self._folder is not None:
             self._restore(job, self._session, self._folder)

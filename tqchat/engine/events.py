@@ -156,16 +156,17 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 takes the likeliest; 0 and 1 switch a filter off.
+    """How the next token is chosen, as far as somebody said; None: as the model suggests.
 
-    top_k 0, top_p 1.0, min_p 0.0 and repetition_penalty 1.0 do nothing. seed None: a new one.
+    temperature 0 takes the likeliest; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch a
+    filter off. seed None: a new one for each turn.
     """
 
-    temperature: float = 0.7
-    top_p: float = 0.95
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
 
 

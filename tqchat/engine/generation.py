@@ -23,7 +23,7 @@ from tqchat.engine.events import (
     Usage,
 )
 from tqchat.engine.loading import LoadedModel
-from tqchat.engine.sampler import sample, token_id
+from tqchat.engine.sampler import Rules, sample, token_id
 from tqchat.engine.saved import Identity, SavedCache
 from tqchat.engine.step import CompiledStep
 from tqchat.models.errors import ModelError
@@ -106,9 +106,18 @@ class Session:
             self._saved.trim(0)
 
     def warm_up(self) -> None:
-        """Compile every kernel that a turn needs now, not while somebody waits for a token."""
+        """Compile every kernel that a turn needs now, not while somebody waits for a token.
+
+        Raises ModelError if the model computes no numbers.
+        """
         on_device = self._loaded.backend.asynchronous
-        steps = self._decode(self.feed([0] * (200 if on_device else 1)), Sampling(temperature=0))
+        logits = self.feed([0] * (200 if on_device else 1))
+        if not mx.isfinite(logits).all().item():
+            raise ModelError(
+                f"{self._loaded.info.name}: its weights are damaged (it computes infinities or "
+                "NaN). Fetch the model again, or choose another."
+            )
+        steps = self._decode(logits, Rules(temperature=0))
         for _ in range(3):
             next(steps)
         self.clear()
@@ -179,6 +188,11 @@ class Session:
         stopped: Callable[[], bool],
     ) -> Iterator[Event]:
         """Prefill `prompt` and decode the answer. `stopped` is asked between chunks and tokens."""
+        if not prompt:
+            raise ModelError(
+                f"{self._loaded.info.name}: its chat template makes nothing of this conversation. "
+                "Choose another model."
+            )
         context = self._loaded.info.context
         excess = len(prompt) + 1 - context
         if excess > 0:
@@ -187,7 +201,7 @@ class Session:
         if refusal := self._does_not_fit(len(prompt)):
             yield Failed(number, refusal)
             return
-        if max(prompt, default=0) >= self._loaded.model.vocab_size:
+        if max(prompt) >= self._loaded.model.vocab_size:
             raise ModelError(
                 f"{self._loaded.info.name}: its tokenizer has tokens that the model does not know. "
                 "Fetch the model again, or choose another."
@@ -238,9 +252,11 @@ class Session:
                 number, reason, "".join(text), clock.usage(), self.cache_use(), self.memory()
             )
 
+        rules = Rules.of(sampling, self._loaded.sampling)
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
         chunk = self._loaded.backend.prefill_chunk
+        yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
         while True:
             logits = self.feed(prompt[len(self._held) : len(self._held) + chunk])
             clock.prefilled = len(self._held) - clock.cached_tokens
@@ -254,7 +270,7 @@ class Session:
                 break
         detokenizer = tokenizer.stream()
         reason: FinishReason = "stop"
-        for token in self._decode(logits, sampling):
+        for token in self._decode(logits, rules):
             if token in tokenizer.stop_ids:
                 break
             clock.token()
@@ -278,25 +294,25 @@ class Session:
             yield Token(number, rest)
         yield finished(reason)
 
-    def _decode(self, logits: mx.array, sampling: Sampling) -> Iterator[int]:
+    def _decode(self, logits: mx.array, rules: Rules) -> Iterator[int]:
         """Tokens without end. One is fed to the cache when the next is asked for, or before.
 
         Before: while the device computes a token, the next step is already built on it and queued,
         so that the device never waits for Python.
         """
-        token = sample(logits[-1], sampling, self._held)
+        token = sample(logits[-1], rules, self._held)
         while True:
             following = None
-            if self._may_run_ahead(sampling):
+            if self._may_run_ahead(rules):
                 mx.async_eval(token)  # type: ignore[no-untyped-call]
-                following = sample(self._queued(token)[-1], sampling, self._held)
+                following = sample(self._queued(token)[-1], rules, self._held)
                 mx.async_eval(following)  # type: ignore[no-untyped-call]
             value = token_id(token)
             if following is not None:
                 self._held.append(value)
             yield value
             if following is None:
-                following = sample(self.feed([value])[-1], sampling, self._held)
+                following = sample(self.feed([value])[-1], rules, self._held)
             token = following
 
     def _queued(self, token: mx.array) -> mx.array:
@@ -305,11 +321,11 @@ class Session:
             return self._compiled(token[None])
         return self._loaded.model(token[None], self._caches)
 
-    def _may_run_ahead(self, sampling: Sampling) -> bool:
+    def _may_run_ahead(self, rules: Rules) -> bool:
         """A penalty needs to know the token; a cache must not be copied because it is in use."""
         return (
             self._loaded.backend.asynchronous
-            and sampling.repetition_penalty == 1.0
+            and rules.repetition_penalty == 1.0
             and all(cache.may_run_ahead for cache in self._caches)
         )
 
@@ -332,5 +348,5 @@ class Session:
 def _too_long(prompt: int, context: int, excess: int) -> str:
     return (
         f"The conversation takes {prompt:,} tokens, {excess:,} more than the context of "
-        f"{context:,} holds. Shorten the message or /clear the conversation."
+        f"{context:,} holds. Shorten the message, or start a new conversation (/clear)."
     )

@@ -1,8 +1,9 @@
 """From a model's name to everything a turn needs, in memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -10,6 +11,7 @@ from tqchat.chat.template import ChatTemplate
 from tqchat.chat.tokenizer import Tokenizer
 from tqchat.engine.events import EngineOptions, Loading, ModelInfo
 from tqchat.kernels import Backend, select
+from tqchat.models import builtin
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
 from tqchat.models.config import Config
 from tqchat.models.download import Progress
@@ -22,7 +24,7 @@ from tqchat.models.registry import Model, build
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`fingerprint` tells the model's files from others."""
+    """`fingerprint` tells the model's files from others, `sampling` is what it suggests."""
 
     model: Model
     backend: Backend
@@ -30,6 +32,7 @@ class LoadedModel:
     template: ChatTemplate
     info: ModelInfo
     fingerprint: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def load(
@@ -48,7 +51,8 @@ def load(
 
     ref = resolve(name or last_used() or BUILTIN)
     path = fetch(ref, fetched, stopped)
-    return load_path(path, ref.name, options, tell, stopped)
+    loaded = load_path(path, ref.name, options, tell, stopped)
+    return replace(loaded, sampling=builtin.SAMPLING) if ref.kind == "builtin" else loaded
 
 
 def load_path(
@@ -100,7 +104,28 @@ def load_path(
         kv=options.kv,
         notes=tuple(notes),
     )
-    return LoadedModel(model, backend, tokenizer, template, info, fingerprint(path))
+    sampling = suggested(checkpoint.generation_config)
+    return LoadedModel(model, backend, tokenizer, template, info, fingerprint(path), sampling)
+
+
+# What generation_config.json may suggest, and between which bounds it makes sense.
+_SUGGESTIONS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.05, 1.0),
+    "top_k": (0, 1 << 20),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.5, 2.0),
+}
+
+
+def suggested(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """How a model wants to be sampled; what is no sensible number is left out."""
+    found: dict[str, float] = {}
+    for name, (low, high) in _SUGGESTIONS.items():
+        value = generation_config.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+            found[name] = int(value) if name == "top_k" else value
+    return found
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> mx.Dtype:

