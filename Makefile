@@ -14,12 +14,12 @@ test: $(VENV)/test-ready
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
 $(VENV)/chat-ready: $(SOURCES) $(VENV)/bin/python
-	@echo "Installing tqchat into $(VENV) ..."
+	@echo "Installing MLX, Textual and tqchat into $(VENV), and compiling: a minute or two ..."
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".$$($(EXTRA))"
 	@touch $@
 
 $(VENV)/test-ready: $(VENV)/chat-ready
-	@echo "Installing what the tests need ..."
+	@echo "Installing what the tests need: another minute or two ..."
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".$$($(EXTRA) | sed 's/^$$/[dev]/; s/]$$/,dev]/; s/\[dev,dev\]/[dev]/')"
 	@touch $@
 

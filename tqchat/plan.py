@@ -1,4 +1,4 @@
-"""`tqchat plan`: what a model needs at each context length, and how long a one fits."""
+"""`tqchat plan`: what memory a model needs at each context length, and the longest that fits."""
 
 import argparse
 import json
@@ -20,6 +20,7 @@ from tqchat.models.folder import WEIGHTS, read_config
 from tqchat.models.registry import Shape, architecture
 from tqchat.units import bytes_text
 
+SUMMARY = "What memory a model needs at each context length, and the longest that fits."
 CHUNK = 512
 # macOS lets a GPU wire about three quarters of the memory unless the limit is raised; what is
 # left for the system then should not be less than this.
@@ -37,8 +38,8 @@ class Limit:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tqchat plan", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a .gguf file")
+    parser = argparse.ArgumentParser(prog="tqchat plan", description=SUMMARY)
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, a .gguf file, or a fetched model")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="plan for a Mac, e.g. 64GB")
     parser.add_argument("--kv", choices=("int4", "fp16"), default="int4")
     parser.add_argument("--json", action="store_true")
