@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +14,7 @@ from tqchat.engine import plan
 from tqchat.engine.events import KVKind
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
-from tqchat.models.find import resolve
+from tqchat.models.find import installed, resolve
 from tqchat.models.folder import WEIGHTS, read_config
 from tqchat.models.registry import Shape, architecture
 from tqchat.units import bytes_text
@@ -39,7 +38,8 @@ class Limit:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tqchat plan", description=SUMMARY)
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, a .gguf file, or a fetched model")
+    what = "a folder with config.json, a .gguf file, or a Hugging Face id"
+    parser.add_argument("model", metavar="MODEL", help=what)
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="plan for a Mac, e.g. 64GB")
     parser.add_argument("--kv", choices=("int4", "fp16"), default="int4")
     parser.add_argument("--json", action="store_true")
@@ -113,25 +113,24 @@ def _print(
 def _read(name: str) -> tuple[str, Shape, int]:
     """The model's name, its shape, and its weights' bytes. Raises ModelError."""
     ref = resolve(name)
-    path = ref.path or _fetched(ref.name)
+    path = ref.path or next((m.path for m in installed() if m.name == ref.name), None)
+    weights = 0
+    if path is None:
+        if ref.repo_id is None or ref.file is not None:
+            raise ModelError(f"{ref.name} is not on this machine: tqchat pull {ref.name}")
+        from tqchat.models.hub import look
+
+        config_file, weights = look(ref.repo_id)
+        path = config_file.parent
     if path.is_dir() and not any(WEIGHTS.fullmatch(file.name) for file in path.iterdir()):
         config = Config(ref.name, read_config(path))
         shape = architecture(config).parse(config)
-        return ref.name, shape, _weights_bytes(config, shape)
+        return ref.name, shape, weights or _weights_bytes(config, shape)
     from tqchat.models.checkpoint import describe
 
     found = describe(path)
     config = Config(ref.name, found.config)
     return ref.name, architecture(config).parse(config), found.weights_bytes
-
-
-def _fetched(name: str) -> Path:
-    from tqchat.models.find import installed
-
-    for model in installed():
-        if model.name == name:
-            return model.path
-    raise ModelError(f"{name} is not on this machine: tqchat pull {name}")
 
 
 def _weights_bytes(config: Config, shape: Shape) -> int:

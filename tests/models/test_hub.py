@@ -23,6 +23,7 @@ from tqchat.models.checkpoint import read_checkpoint
 from tqchat.models.download import Progress
 from tqchat.models.errors import ModelError, Stopped
 
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 REPO = "someone/small-model"
 WEIGHTS = {"a": np.arange(1 << 20, dtype=np.float32)}
 
@@ -326,3 +327,18 @@ def test_the_child_ends_when_nobody_listens(cache: Path, fake: FakeHub) -> None:
             except BlockingIOError:
                 time.sleep(0.1)
     pytest.fail("the child still holds the file")
+
+
+def test_a_plan_needs_the_config_and_the_sizes_alone(cache: Path, fake: FakeHub) -> None:
+    fake.files["config.json"] = (CONFIGS / "llama-3.1-8b-4bit.json").read_bytes()
+    command = [sys.executable, "-m", "tqchat", "plan", REPO, "--memory", "64GB", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["weights_bytes"] == len(fake.files["model.safetensors"])
+    assert figures["rows"][-1]["kv_fp16_bytes"] == 16 << 30
+    assert fake.fetched() == {"config.json"}
+    fake.error = (401, "RepoNotFound")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tqchat: There is no folder")

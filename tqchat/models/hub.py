@@ -106,6 +106,24 @@ def fetch(
     raise ModelError(message.get("error", f"Fetching {repo_id} ended without a word. Try again."))
 
 
+def look(repo_id: str) -> tuple[Path, int]:
+    """config.json of a model that need not be here, and the bytes of its weight files.
+
+    Asks the network, on the calling thread. Raises ModelError.
+    """
+    os.environ.update(_CHILD_ENVIRONMENT)
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        info = HfApi().model_info(repo_id, files_metadata=True)
+        files = info.siblings or []
+        _choose(repo_id, [file.rfilename for file in files])
+        config = hf_hub_download(repo_id, "config.json", revision=info.sha)
+    except Exception as error:
+        raise ModelError(_what_to_do(error, repo_id)) from None
+    return Path(config), sum(f.size or 0 for f in files if WEIGHTS.fullmatch(f.rfilename))
+
+
 def _cache() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
