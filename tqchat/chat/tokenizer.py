@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
 import secrets
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -19,6 +22,14 @@ from tqchat.chat.files import read_json
 from tqchat.chat.gguf_vocabulary import Json, tokenizer_json
 from tqchat.chat.sealed import alphabet_of, unseal, well_formed
 from tqchat.chat.template import ChatTemplate, token_text
+
+# The library's panics are told as errors of ours.
+os.environ["RUST_BACKTRACE"] = "0"
+
+_MOST_ADDED_TOKENS = 32_768
+_MOST_STEPS = 64
+# NFKC writes U+FDFA in 33 bytes, which is the most that a step of a sound tokenizer does.
+_MOST_GROWTH = 256
 
 # Within the tokenizers library control tokens are spelled with this, so no text can spell them.
 _SECRET = secrets.token_hex(16)
@@ -59,6 +70,12 @@ class Tokenizer:
     def _build(self, spec: Json) -> None:
         tokens = [token for token in spec.get("added_tokens", []) if token["content"]]
         added = {token["content"]: token for token in tokens}
+        if len(added) > _MOST_ADDED_TOKENS:
+            raise ChatError(
+                f"The model's tokenizer has {len(added):,} added tokens, and at most "
+                f"{_MOST_ADDED_TOKENS:,} are supported: use another model."
+            )
+        _check_growth(spec)
         control = [content for content, token in added.items() if _is_control(token)]
         secret = {content: f"\ue000{_SECRET}{i}\ue001" for i, content in enumerate(control)}
         ids: dict[str, int] = {content: token["id"] for content, token in added.items()}
@@ -123,7 +140,14 @@ class Tokenizer:
         ChatError if the vocabulary turns out to be damaged.
         """
         with _damage_as_chat_error():
-            return list(self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids)
+            # A batch, because others may run meanwhile: for a single text the library keeps
+            # Python's lock, for seconds if it is a book.
+            batch = [well_formed(text)]
+            return list(self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids)
+
+    def count(self, text: str) -> int:
+        """How many tokens `text` takes, as it is. Any thread may ask."""
+        return len(self.encode(text))
 
     def encode_prompt(self, sealed: str) -> list[int]:
         """Ids for a rendered template whose messages are sealed (ChatTemplate.render_sealed).
@@ -187,6 +211,43 @@ def _is_control(token: Json) -> bool:
     if content.isspace():
         return False
     return bool(token.get("special")) or not all(c.isalnum() or c.isspace() for c in content)
+
+
+def _check_growth(spec: Json) -> None:
+    """Raises ChatError if what is done to text before it is cut into tokens may blow it up."""
+    steps = [*_steps(spec.get("normalizer")), *_steps(spec.get("pre_tokenizer"))]
+    if len(steps) > _MOST_STEPS or prod(max(1, _growth(step)) for step in steps) > _MOST_GROWTH:
+        raise ChatError(
+            "The model's tokenizer makes text far longer before it reads it: use another model."
+        )
+
+
+def _steps(step: Any) -> Iterator[Json]:
+    """A normalizer or pre-tokenizer, and those that it is a sequence of."""
+    if isinstance(step, dict):
+        yield step
+        for part in (*step.get("normalizers", []), *step.get("pretokenizers", [])):
+            yield from _steps(part)
+
+
+def _growth(step: Json) -> int:
+    """How many times as long a text may be after a step. The library can do without its type."""
+    match step:
+        case {"precompiled_charsmap": str(charsmap)}:
+            # The length of a table, the table, and what characters become, ended by zeros.
+            data = b64decode(charsmap)
+            return max(map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
+        case {"pattern": {"String": str(pattern)}, "content": str(content)}:
+            return -(-len(content) // len(pattern)) if pattern else len(content) + 1
+        case {"pattern": _, "content": str(content)}:
+            # The pattern may match nothing, between any two characters.
+            return len(content) + 1
+        case {"prepend": str(prepend)}:
+            return len(prepend)
+        case {"type": str(kind)} if kind != "ByteLevel":
+            return 1
+    # Bytes are written as characters, half of which take two bytes.
+    return 2
 
 
 def _respelled(spec: Json, added: list[Json], secret: Mapping[str, str]) -> Json:
