@@ -1,7 +1,11 @@
 """Token ids and text, against transformers and the tokenizers library."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +261,117 @@ def test_damaged_files_are_chat_errors(tmp_path: Path, folder_of: FolderOf) -> N
             errors.append(str(error))
     assert len(errors) > len(bad) / 2
     assert not any("\n" in error for error in errors)
+
+
+def test_too_many_added_tokens(tmp_path: Path, folder_of: FolderOf) -> None:
+    spec = json.loads((folder_of("llama3") / "tokenizer.json").read_text())
+    first = 1000 + max(token["id"] for token in spec["added_tokens"])
+    spec["added_tokens"] += [
+        spec["added_tokens"][0] | {"id": first + i, "content": f"<|r{i}|>"} for i in range(32_768)
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ChatError, match="at most 32,768 are supported"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def precompiled(characters: bytes) -> dict[str, Any]:
+    """SentencePiece's table, of one empty unit, and what it makes of characters."""
+    data = (4).to_bytes(4, "little") + bytes(4) + characters
+    return {"type": "Precompiled", "precompiled_charsmap": b64encode(data).decode()}
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replace("l", "l" * 1000)],
+        [replace("l", "l" * 10)] * 3,
+        [{"pattern": {"String": "l"}, "content": "l" * 1000}],
+        [replace("", "l" * 300)],
+        [replace("(?=.)", "l", "Regex")] * 9,
+        [precompiled(b"l" * 1000)],
+        [precompiled(b""), precompiled(b"a\0" + b"l" * 20 + b"\0b"), replace("l", "l" * 20)],
+        [{"type": "Prepend", "prepend": "l" * 1000}],
+        [{"type": "ByteLevel"}] * 9,
+        [{"type": "Lowercase"}] * 100,
+        [{"type": "Sequence", "normalizers": [replace("l", "l" * 20)]}] * 2,
+    ],
+)
+def test_text_that_a_tokenizer_blows_up(
+    tmp_path: Path, folder_of: FolderOf, steps: list[dict[str, Any]]
+) -> None:
+    spec = json.loads((folder_of("llama3") / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ChatError, match="makes text far longer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_pre_tokenizers_that_blow_text_up(tmp_path: Path, folder_of: FolderOf) -> None:
+    spec = json.loads((folder_of("llama3") / "tokenizer.json").read_text())
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 9}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ChatError, match="makes text far longer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_what_well_known_models_do_to_text(tmp_path: Path, folder_of: FolderOf) -> None:
+    """T5's and ALBERT's steps together, and more."""
+    spec = json.loads((folder_of("llama3") / "tokenizer.json").read_text())
+    spec["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            replace("``", '"'),
+            replace("\n", "<n>"),
+            {"type": "NFKD"},
+            {"type": "StripAccents"},
+            {"type": "Lowercase"},
+            replace(" {2,}", "▁", "Regex"),
+            {"type": "Prepend", "prepend": "▁"},
+            replace(" ", "▁"),
+        ],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert Tokenizer.from_folder(tmp_path).encode("text")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "config.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_pipes_are_not_opened(tmp_path: Path, folder_of: FolderOf, name: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder_of("phi") / "tokenizer.json").read_bytes())
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ChatError, match=f"{name} is not a regular file"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_panic_prints_no_backtrace() -> None:
+    spec = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    spec["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    code = (
+        "from tqchat.chat.template import ChatTemplate\n"
+        "from tqchat.chat.tokenizer import Tokenizer\n"
+        "try:\n"
+        f"    Tokenizer({spec}, ChatTemplate(''), None, []).encode('a')\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"RUST_BACKTRACE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "PanicException" in ran.stdout
+    assert "stack backtrace" not in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])

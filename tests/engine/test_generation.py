@@ -30,9 +30,14 @@ class Asynchronous(Backend):
     asynchronous = True
 
 
-def session(backend: Backend | None = None, kv: str = "int4", context: int = 4096) -> Session:
+def session(
+    backend: Backend | None = None,
+    kv: str = "int4",
+    context: int = 4096,
+    weights: dict[str, mx.array] | None = None,
+) -> Session:
     backend = backend or Backend(mx.float32)
-    model = build_model(LLAMA, llama_weights(LLAMA), backend)
+    model = build_model(LLAMA, weights or llama_weights(LLAMA), backend)
     info = ModelInfo("tiny", "llama", context, 0, "CPU", backend.name, kv)
     return Session(LoadedModel(model, backend, Letters(), None, info, ""))  # type: ignore[arg-type]
 
@@ -107,6 +112,19 @@ def test_a_failure_within_a_step_leaves_an_empty_cache(monkeypatch: pytest.Monke
     assert one.cache_use().tokens == 0
     prompt = list(range(60))
     assert run(one, prompt).text == run(session(), prompt).text
+
+
+@pytest.mark.parametrize("value", [mx.nan, mx.inf, 1e38])
+def test_weights_that_compute_no_numbers_are_refused(value: float) -> None:
+    weights = llama_weights(LLAMA)
+    weights["model.norm.weight"] = mx.full((LLAMA["hidden_size"],), value)
+    with pytest.raises(ModelError, match="tiny: its weights are damaged"):
+        session(weights=weights).warm_up()
+
+
+def test_a_template_that_makes_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match="chat template makes nothing"):
+        list(session().turn(1, [], GREEDY, None, lambda: False))
 
 
 def test_tokens_that_the_model_does_not_know_are_refused() -> None:

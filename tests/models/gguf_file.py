@@ -87,8 +87,8 @@ LLAMA: Mapping[str, tuple[int, Any]] = {
     "llama.embedding_length": (U32, 64),
     "llama.block_count": (U32, 1),
     "llama.feed_forward_length": (U32, 96),
-    "llama.attention.head_count": (U32, 4),
-    "llama.attention.head_count_kv": (U32, 2),
+    "llama.attention.head_count": (U32, 2),
+    "llama.attention.head_count_kv": (U32, 1),
     "llama.attention.layer_norm_rms_epsilon": (F32, 1e-5),
     "llama.context_length": (U32, 2048),
     "llama.rope.freq_base": (F32, 10000.0),
@@ -99,7 +99,7 @@ LLAMA: Mapping[str, tuple[int, Any]] = {
 
 
 def tiny_llama(kind: str = "Q4_0") -> GGUF:
-    """One layer of random weights: 4 heads and 2 KV heads of 16."""
+    """One layer of random weights: 2 heads and 1 KV head of 32."""
     norm = float_tensor(np.ones(64))
     shapes = {
         "token_embd": (128, 64), "blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64),

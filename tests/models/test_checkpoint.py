@@ -212,6 +212,39 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     refused(tmp_path, "Cannot read .*model.safetensors: Permission denied")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (folder, "config.json"),
+        (folder, "model.safetensors"),
+        (sharded, "model.safetensors.index.json"),
+    ],
+)
+def test_pipes_and_devices_are_not_opened(
+    tmp_path: Path, layout: Any, name: str, kind: str
+) -> None:
+    file = layout(tmp_path) / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    refused(tmp_path, f"{name} is not a regular file")
+
+
+def test_other_files_that_are_pipes(tmp_path: Path) -> None:
+    os.mkfifo(folder(tmp_path) / "generation_config.json")
+    with pytest.raises(ModelError, match=r"generation_config\.json is not a regular file"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    os.mkfifo(tmp_path / "model.gguf")
+    refused(tmp_path / "model.gguf", r"model\.gguf is not a regular file")
+    (sharded(tmp_path) / "model-00002-of-00002.safetensors").unlink()
+    os.mkfifo(tmp_path / "model-00002-of-00002.safetensors")
+    refused(tmp_path, "lacks model-00002-of-00002.safetensors")
+
+
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     file = folder(tmp_path) / "model.safetensors"
     content = file.read_bytes()

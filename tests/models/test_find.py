@@ -1,6 +1,7 @@
 """What a name means, what is on this machine, what was used last."""
 
 import json
+import os
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -88,6 +89,14 @@ def test_names_that_mean_nothing(here: Path, name: str, message: str) -> None:
         find.resolve(name)
     assert message in str(error.value)
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model", "/dev/zero"])
+def test_pipes_and_devices_are_not_opened(here: Path, name: str) -> None:
+    if not name.startswith("/"):
+        os.mkfifo(here / name)
+    with pytest.raises(ModelError, match="is not a regular file"):
+        find.resolve(name)
 
 
 def test_what_is_on_this_machine(here: Path) -> None:

@@ -88,7 +88,7 @@ def float_llama(**metadata: tuple[int, Any]) -> tuple[g.GGUF, dict[str, np.ndarr
         for name, (_, shape, _) in file.tensors.items()
     }
     values["blk.0.attn_q.bias"] = rng.normal(size=64).astype(np.float32)
-    heads = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2, "blk.0.attn_q.bias": 4}
+    heads = {"blk.0.attn_q.weight": 2, "blk.0.attn_k.weight": 1, "blk.0.attn_q.bias": 2}
     for name, value in values.items():
         stored = pairs_together(value, heads[name]) if name in heads else value
         file.tensors[name] = g.float_tensor(stored)
@@ -150,7 +150,7 @@ def llama3_factors(head_dim: int, base: float, factor: float) -> np.ndarray:
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_rope_factors_become_its_scaling(tmp_path: Path, factor: float) -> None:
     file, _ = float_llama(llama__rope__freq_base=(g.F32, 500000.0))
-    file.tensors["rope_freqs.weight"] = g.float_tensor(llama3_factors(16, 500000.0, factor))
+    file.tensors["rope_freqs.weight"] = g.float_tensor(llama3_factors(32, 500000.0, factor))
     checkpoint = read_checkpoint(file.write(tmp_path / "x.gguf"))
     assert checkpoint.config["rope_scaling"] == {
         "rope_type": "llama3",
@@ -162,7 +162,7 @@ def test_llama3_rope_factors_become_its_scaling(tmp_path: Path, factor: float) -
     assert not any("rope" in name for name in checkpoint.weights)
 
 
-@pytest.mark.parametrize("factors", [[1.5] * 8, [0.0] * 8, [float("nan")] * 8, [1.0] * 7])
+@pytest.mark.parametrize("factors", [[1.5] * 16, [0.0] * 16, [float("nan")] * 16, [1.0] * 15])
 def test_other_rope_factors_are_refused(tmp_path: Path, factors: list[float]) -> None:
     file, _ = float_llama()
     file.tensors["rope_freqs.weight"] = g.float_tensor(np.array(factors))

@@ -1,6 +1,7 @@
 """A model's small text files, which come from strangers."""
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from tqchat.chat.errors import ChatError
 def read_text(path: Path) -> str | None:
     """The text of a UTF-8 file, or None if there is no such file. Raises ChatError."""
     try:
+        # A pipe or a device would wait or act when it is opened.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ChatError(f"{path} is not a regular file, so it is not read.")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None

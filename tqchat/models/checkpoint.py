@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from tqchat.models import gguf, gguf_llama
+from tqchat.models import gguf, gguf_llama, registry
+from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.folder import read_config, read_json, weight_files
 
@@ -64,7 +65,8 @@ def read_checkpoint(
         return _read_folder(path)
     header = gguf.read_header(path)
     architecture = _gguf_architecture(path, header)
-    architecture.read_config(path, header)
+    config = Config(str(path), architecture.read_config(path, header))
+    registry.architecture(config).parse(config)
     tensors = gguf.read_tensors(path, header, progress)
     config, weights = architecture.convert(path, header, tensors)
     weights_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -75,7 +77,7 @@ def describe(path: Path) -> Description:
     """The same checks of headers and config, without the tensors. Raises ModelError."""
     nbytes: Counter[str] = Counter()
     if path.is_dir():
-        config = _read_config(path)
+        config = read_config(path)
         for file in weight_files(path):
             nbytes += _check_safetensors(file)
     else:
@@ -92,9 +94,9 @@ def describe(path: Path) -> Description:
 
 
 def _read_folder(folder: Path) -> Checkpoint:
-    config = _read_config(folder)
+    config = read_config(folder)
     generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if generation.is_file() else {}
+    generation_config = read_json(generation) if generation.exists() else {}
     files = weight_files(folder)
     weights_bytes = sum(_check_safetensors(file).total() for file in files)
     weights: dict[str, mx.array] = {}
@@ -108,29 +110,6 @@ def _read_folder(folder: Path) -> Checkpoint:
             raise _broken(file, f"tensor {min(twice)!r} is in another shard too")
         weights |= shard
     return Checkpoint(folder, config, weights, generation_config, None, weights_bytes)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with MLX's quantisation under `quantization`; others are refused."""
-    config = read_config(folder)
-    quantization = config.get("quantization") or config.get("quantization_config")
-    if not quantization:
-        return config
-    if not isinstance(quantization, dict):
-        raise ModelError(f"{folder}/config.json: quantization is not an object. Fetch it again.")
-    method = quantization.get("quant_method") or quantization.get("mode") or "affine"
-    if method != "affine":
-        raise ModelError(
-            f"{folder} is quantised with {method}, which is not supported. Choose a version in "
-            "MLX's 4-bit or 8-bit format (mlx-community has many), or one in 16 bits."
-        )
-    bits, group_size = quantization.get("bits"), quantization.get("group_size")
-    if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128):
-        raise ModelError(
-            f"{folder} is quantised to {bits} bits in groups of {group_size}, which is not "
-            "supported. Choose a 4-bit or 8-bit version in groups of 32, 64 or 128."
-        )
-    return config | {"quantization": quantization}
 
 
 def _gguf_architecture(path: Path, header: gguf.Header) -> ModuleType:

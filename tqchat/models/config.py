@@ -4,6 +4,9 @@ from typing import Any
 
 from tqchat.models.errors import ModelError
 
+# Numbers whose inverses are normal in float32 too.
+SMALLEST, LARGEST = 1e-37, 1e37
+
 
 class Config(dict[str, Any]):
     """The keys of a model's config.json. `name` is the model's, for messages."""
@@ -20,10 +23,17 @@ class Config(dict[str, Any]):
             raise ModelError(f"{self.name}: config.json needs a positive number {key!r}.")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """A positive number. Raises ModelError."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number that float32 can hold. Raises ModelError."""
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if type(value) not in (int, float) or not SMALLEST < value < LARGEST:
             raise ModelError(f"{self.name}: config.json needs a positive number {key!r}.")
         return float(value)
+
+    def section(self, key: str) -> "Config":
+        """The object under `key`, empty if there is none. Raises ModelError."""
+        value = self.get(key)
+        if not isinstance(value, dict | None):
+            raise ModelError(f"{self.name}: {key!r} in config.json is not an object.")
+        return Config(self.name, value or {})

@@ -11,7 +11,7 @@ from tqchat import paths
 from tqchat.models import builtin, hub
 from tqchat.models.download import Progress
 from tqchat.models.errors import ModelError
-from tqchat.models.folder import weight_files
+from tqchat.models.folder import regular, weight_files
 
 BUILTIN = builtin.NAME
 
@@ -131,6 +131,7 @@ def _existing(name: str) -> Path | None:
 def _on_disk(path: Path) -> ModelRef:
     if path.is_dir():
         return ModelRef(str(path), "folder", path)
+    regular(path)
     if path.suffix == ".gguf" or _starts_with_gguf(path):
         return ModelRef(str(path), "gguf", path)
     if path.suffix == ".safetensors":

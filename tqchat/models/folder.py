@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,23 @@ INDEX = "model.safetensors.index.json"
 _LARGEST_JSON = 64 << 20
 
 
+def regular(path: Path) -> Path:
+    """`path`, if it may be opened: a pipe or a device would wait or act. Raises ModelError."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelError(f"There is no folder or file {path}. Check the name.") from None
+    except OSError as error:
+        raise ModelError(f"Cannot read {path}: {error.strerror}.") from None
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is not a regular file, so it is not read.")
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises ModelError."""
     try:
-        if path.stat().st_size > _LARGEST_JSON:
+        if regular(path).stat().st_size > _LARGEST_JSON:
             raise ModelError(f"{path} is too large for a model's {path.name}. Fetch it again.")
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -28,17 +42,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises ModelError."""
-    if not (folder / "config.json").is_file():
+    """config.json, with MLX's quantisation under `quantization`. Raises ModelError for others."""
+    if not (folder / "config.json").exists():
         raise ModelError(f"{folder} holds no config.json, so it is not a model. {_other(folder)}")
-    return read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
+    quantization = config.pop("quantization", None) or config.get("quantization_config")
+    if not quantization:
+        return config
+    if not isinstance(quantization, dict):
+        raise ModelError(f"{folder}/config.json: quantization is not an object. Fetch it again.")
+    method = quantization.get("quant_method") or quantization.get("mode") or "affine"
+    if method != "affine":
+        raise ModelError(
+            f"{folder} is quantised with {method}, which is not supported. Choose a version in "
+            "MLX's 4-bit or 8-bit format (mlx-community has many), or one in 16 bits."
+        )
+    bits, group_size = quantization.get("bits"), quantization.get("group_size")
+    if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128):
+        raise ModelError(
+            f"{folder} is quantised to {bits} bits in groups of {group_size}, which is not "
+            "supported. Choose a 4-bit or 8-bit version in groups of 32, 64 or 128."
+        )
+    return config | {"quantization": quantization}
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model, all of them there. Raises ModelError."""
     if not (folder / INDEX).exists():
         if files := sorted(file for file in folder.iterdir() if WEIGHTS.fullmatch(file.name)):
-            return files
+            return [regular(file) for file in files]
         raise ModelError(f"{folder} holds no model*.safetensors. {_other(folder)}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

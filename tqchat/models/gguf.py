@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqchat.models.errors import ModelError
+from tqchat.models.folder import regular
 
 Metadata = dict[str, Any]
 """Key -> bool, int, float, str, or a list of one of these."""
@@ -127,10 +128,8 @@ def read_tensors(
 
 def _map(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ModelError(f"There is no folder or file {path}. Check the name.") from None
     except ValueError:
         raise ModelError(f"{path} is empty: fetch it again.") from None
     except OSError as error:

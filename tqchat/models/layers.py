@@ -5,12 +5,15 @@ Shapes have no batch axis: hidden states are (tokens, hidden_size).
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
 from tqchat.kernels import Array, Backend, Weight
+from tqchat.models.config import LARGEST, SMALLEST, Config
 from tqchat.models.errors import ModelError
+
+_FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
 class LayerCache(Protocol):
@@ -63,28 +66,41 @@ class RoPE:
         return self._backend.rope(x, self.periods, offset)
 
 
-def rope_periods(head_dim: int, base: float, scaling: dict[str, Any] | None, name: str) -> mx.array:
-    """Positions per radian for each of head_dim / 2 pairs of channels.
+def rope_periods(config: Config, head_dim: int) -> tuple[float, ...]:
+    """Positions per radian for each of head_dim / 2 pairs of channels. Raises ModelError.
 
-    `scaling` is config.json's `rope_scaling`: none, "linear", or "llama3", which stretches long
-    wavelengths by a factor, leaves short ones and blends between (Llama 3.1's model card).
+    config.json has the base in `rope_theta` and the scaling in `rope_scaling`, or both in
+    `rope_parameters`. Scaling is none, "linear", or "llama3", which stretches long wavelengths by
+    a factor, leaves short ones and blends between (Llama 3.1's model card).
     """
+    parameters = config.section("rope_parameters")
+    scaling = config.section("rope_scaling") or parameters
+    base = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
     periods = [base ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return mx.array(periods)
-    try:
-        factor = float(scaling["factor"])
-        if kind == "linear":
-            return mx.array([period * factor for period in periods])
-        if kind == "llama3":
-            low = float(scaling["low_freq_factor"])
-            high = float(scaling["high_freq_factor"])
-            trained = float(scaling["original_max_position_embeddings"])
-            return mx.array([_stretch(p, factor, low, high, trained) for p in periods])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{name}: config.json's rope_scaling is incomplete ({error}).") from None
-    raise ModelError(f"{name}: RoPE scaling {kind!r} is not supported yet (linear and llama3 are).")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "linear":
+        factor = scaling.number("factor")
+        periods = [period * factor for period in periods]
+    elif kind == "llama3":
+        factor = scaling.number("factor")
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        trained = scaling.number("original_max_position_embeddings")
+        if low >= high:
+            raise ModelError(
+                f"{config.name}: low_freq_factor in config.json is not below high_freq_factor. "
+                "Fetch the model again, or choose another."
+            )
+        periods = [_stretch(period, factor, low, high, trained) for period in periods]
+    elif kind != "default":
+        raise ModelError(
+            f"{config.name}: RoPE scaling {kind!r} is not supported yet (linear and llama3 are)."
+        )
+    if not all(SMALLEST < period < LARGEST for period in periods):
+        raise ModelError(
+            f"{config.name}: rope_theta and RoPE's scaling in config.json lead to numbers past "
+            "float32's range. Fetch the model again, or choose another."
+        )
+    return tuple(periods)
 
 
 def _stretch(period: float, factor: float, low: float, high: float, trained: float) -> float:
@@ -157,12 +173,23 @@ class Weights:
         self.nbytes += loaded.nbytes
         return loaded
 
-    def _take(self, name: str, shape: tuple[int, ...] | None = None) -> mx.array:
+    def _take(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        dtypes: tuple[mx.Dtype, ...] = _FLOATS,
+    ) -> mx.array:
         if name not in self._tensors:
             raise ModelError(
                 f"{self._name}: tensor {name} is missing. Fetch the model again, or choose another."
             )
         tensor = self._tensors.pop(name)
+        if tensor.dtype not in dtypes:
+            kind = str(tensor.dtype).removeprefix("mlx.core.")
+            raise ModelError(
+                f"{self._name}: tensor {name} holds {kind}, which is not supported there. Choose a "
+                "version in 16 bits, or in MLX's 4-bit or 8-bit format."
+            )
         if shape is not None and tensor.shape != shape:
             raise ModelError(
                 f"{self._name}: tensor {name} has shape {tensor.shape}, its config.json asks "
@@ -178,16 +205,14 @@ class Weights:
         """Bits and group size follow from the shapes, so configs with exceptions need no care."""
         if f"{name}.scales" not in self._tensors:
             return Weight(self._take(f"{name}.weight", (rows, columns)))
-        data = self._take(f"{name}.weight")
+        data = self._take(f"{name}.weight", dtypes=(mx.uint32,))
         scales = self._take(f"{name}.scales")
         biases = self._take(f"{name}.biases", scales.shape)
-        bits = 32 * data.shape[-1] // columns
-        groups = scales.shape[-1]
+        bits = 32 * data.size // (rows * columns)
+        groups = scales.size // rows
         sound = (
-            data.ndim == scales.ndim == 2
-            and data.dtype == mx.uint32
-            and data.shape == (rows, columns * bits // 32)
-            and scales.shape[0] == rows
+            data.shape == (rows, columns * bits // 32)
+            and scales.shape == (rows, groups)
             and bits in (2, 3, 4, 5, 6, 8)
             and groups > 0
             and columns % groups == 0

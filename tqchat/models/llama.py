@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from tqchat.kernels import Array, Backend
+from tqchat.kernels import GROUP, Array, Backend
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.layers import LayerCache, RoPE, Weights, rope_periods
+
+MAX_HEAD_DIM = 512
+"""What the kernels are written for; V is quantised in groups of GROUP channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,7 @@ class LlamaConfig:
     n_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope_periods: tuple[float, ...]
     tie_word_embeddings: bool
     context: int
 
@@ -50,7 +51,12 @@ class LlamaConfig:
         n_kv_heads = config.integer("num_key_value_heads", n_heads)
         if n_heads % n_kv_heads:
             raise ModelError(f"{config.name}: {n_heads} heads cannot share {n_kv_heads} KV heads.")
-        rope = config.get("rope_parameters") or {}
+        head_dim = config.integer("head_dim", hidden_size // n_heads)
+        if head_dim % GROUP or head_dim > MAX_HEAD_DIM:
+            raise ModelError(
+                f"{config.name}: a head_dim of {head_dim} is not supported, multiples of {GROUP} "
+                f"up to {MAX_HEAD_DIM} are. Choose another model."
+            )
         return cls(
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -58,10 +64,9 @@ class LlamaConfig:
             n_layers=config.integer("num_hidden_layers"),
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
-            head_dim=config.integer("head_dim", hidden_size // n_heads),
+            head_dim=head_dim,
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            rope_theta=float(rope.get("rope_theta") or config.number("rope_theta", 10000.0)),
-            rope_scaling=config.get("rope_scaling") or rope or None,
+            rope_periods=rope_periods(config, head_dim),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             context=config.integer("max_position_embeddings", 2048),
         )
@@ -137,8 +142,7 @@ class Llama:
         self.shape = c
         self.n_layers, self.n_kv_heads, self.head_dim = c.n_layers, c.n_kv_heads, c.head_dim
         self.context, self.vocab_size = c.context, c.vocab_size
-        periods = rope_periods(c.head_dim, c.rope_theta, c.rope_scaling, config.name)
-        rope = RoPE(backend, periods)
+        rope = RoPE(backend, mx.array(c.rope_periods))
         self.embed_tokens = weights.embedding("model.embed_tokens", c.vocab_size, c.hidden_size)
         self.layers = []
         for i in range(c.n_layers):

@@ -64,7 +64,7 @@ ARCHITECTURES = {"llama": LLAMA, "mistral": LLAMA}
 def architecture(config: Config) -> Architecture:
     """Raises ModelError."""
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(
             f"{config.name}: model type {kind!r} is not supported. Choose a model of type {known}."

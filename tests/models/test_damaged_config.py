@@ -1,0 +1,107 @@
+"""What a config.json of a stranger's may hold: an architecture, or one line that says why not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models import gguf_file as g
+from tests.tiny import LLAMA
+from tqchat.cli import main
+from tqchat.models.checkpoint import read_checkpoint
+from tqchat.models.config import Config
+from tqchat.models.errors import ModelError
+from tqchat.models.registry import architecture
+
+INFINITY, NAN, HUGE = float("inf"), float("nan"), 10**400
+NO_NUMBERS = ["1", [1.0], {}, True, 0, -5, INFINITY, NAN, HUGE, 1e300, 1e-300]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    *(({"head_dim": n}, "multiples of 32 up to 512") for n in (1, 8, 16, 80, 100, 112, 544)),
+    *(({"model_type": kind}, "model type") for kind in (["llama"], {"a": 1}, None, 3, "bert")),
+    *(({"rope_theta": x}, "rope_theta") for x in NO_NUMBERS),
+    *(({"rms_norm_eps": x}, "rms_norm_eps") for x in NO_NUMBERS),
+    *(({"rope_parameters": {"rope_theta": x}}, "rope_theta") for x in NO_NUMBERS),
+    *(({"rope_scaling": {"type": "linear", "factor": x}}, "factor") for x in NO_NUMBERS),
+    *(({"rope_scaling": LLAMA3 | {key: x}}, key) for key in [*LLAMA3][1:] for x in NO_NUMBERS),
+    *(({"rope_scaling": LLAMA3 | {key: None}}, key) for key in [*LLAMA3][1:]),
+    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "not below high_freq_factor"),
+    ({"rope_scaling": {"rope_type": ["a"], "factor": 2}}, "RoPE scaling"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "RoPE scaling 'yarn'"),
+    ({"rope_theta": 1e30, "rope_scaling": {"type": "linear", "factor": 1e30}}, "float32's range"),
+    ({"rope_theta": 1e-30, "rope_scaling": {"type": "linear", "factor": 1e-30}}, "float32's range"),
+    *(
+        ({key: value}, f"'{key}' in config.json is not an object")
+        for key in ("rope_parameters", "rope_scaling")
+        for value in ("yarn", ["a"], 7, True)
+    ),
+    *(({"quantization": value}, "quanti") for value in ("4", [4], {"bits": [4]}, {"mode": [1]})),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGED)
+def test_plan_says_what_is_wrong_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    assert main(["plan", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tqchat: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256, 512])
+def test_multiples_of_32_are_supported(head_dim: int) -> None:
+    config = Config("tiny", LLAMA | {"head_dim": head_dim})
+    assert architecture(config).parse(config).head_dim == head_dim
+
+
+def test_a_gguf_file_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
+    file = g.tiny_llama()
+    file.metadata["llama.attention.head_count"] = (g.U32, 4)
+    heard: list[int] = []
+    with pytest.raises(ModelError, match="head_dim of 16"):
+        read_checkpoint(file.write(tmp_path / "x.gguf"), lambda done, total: heard.append(done))
+    assert not heard
+
+
+NUMBERS = st.one_of(
+    st.floats(), st.integers(), st.sampled_from(NO_NUMBERS), st.floats(1e-37, 1e37), st.none()
+)
+SCALING = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["linear", "llama3", "default"])},
+    optional=dict.fromkeys(("rope_theta", *[*LLAMA3][1:]), NUMBERS),
+)
+
+
+@given(
+    config=st.fixed_dictionaries(
+        {}, optional={"rope_theta": NUMBERS, "rope_scaling": SCALING, "rope_parameters": SCALING}
+    ),
+    head_dim=st.integers(1, 16).map(lambda n: 32 * n),
+)
+def test_periods_and_their_inverses_are_finite_and_positive(
+    config: dict[str, Any], head_dim: int
+) -> None:
+    values = Config("tiny", LLAMA | {"head_dim": head_dim} | config)
+    try:
+        shape = architecture(values).parse(values)
+    except ModelError:
+        return
+    periods = np.array(shape.rope_periods, np.float32)  # type: ignore[attr-defined]
+    assert len(periods) == head_dim // 2
+    for numbers in (periods, 1 / periods):
+        assert np.isfinite(numbers).all()
+        assert (numbers > 0).all()
