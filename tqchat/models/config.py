@@ -27,9 +27,10 @@ class Config(dict[str, Any]):
         """A positive number that float32 can hold. Raises ModelError."""
         value = self.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not SMALLEST < value < LARGEST:
-            raise ModelError(f"{self.name}: config.json needs a positive number {key!r}.")
-        return float(value)
+        # Compared as it is: an integer may be past what float() takes.
+        if (type(value) is int or type(value) is float) and SMALLEST < value < LARGEST:
+            return float(value)
+        raise ModelError(f"{self.name}: config.json needs a positive number {key!r}.")
 
     def section(self, key: str) -> "Config":
         """The object under `key`, empty if there is none. Raises ModelError."""
