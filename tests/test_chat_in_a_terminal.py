@@ -125,13 +125,13 @@ def test_ctrl_c_while_the_prompt_is_read(chat: Callable[..., Terminal], slow: Pa
     terminal = chat(slow)
     terminal.wait_for(CHAT)
     terminal.paste("A line of text.\n" * 480)
-    terminal.wait_for(r"\[pasted 1: 7,680 chars\]")
+    terminal.wait_for(r"\[pasted 1: 7,680 tokens, 7.5 KB\]")
     terminal.type("\r")
     terminal.wait_for(r"Reading .*tokens")
     terminal.type("\x03")
     terminal.wait_for(CHAT)
     # Not answered: it is in the box again.
-    terminal.wait_for(r"│ \[pasted 1: 7,680 chars\]")
+    terminal.wait_for(r"│ \[pasted 1: 7,680 tokens, 7.5 KB\]")
     empty_the_box(terminal)
     leave(terminal)
 
@@ -170,11 +170,11 @@ def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: 
     terminal.wait_for("cut at the most tokens")
     held = terminal.wait_for(r"(\d+) of 1,000")[1]
     terminal.paste("x" * 3000)
-    terminal.wait_for(r"\[pasted 1: 3,000 chars\]")
+    terminal.wait_for(r"\[pasted 1: 3,000 tokens, 2.9 KB\]")
     terminal.type("\r")
     excess = int(terminal.wait_for(r"([\d,]+)\s+more than")[1].replace(",", ""))
     assert 2000 < excess < 2200
-    terminal.wait_for(r"│ \[pasted 1: 3,000 chars\]")
+    terminal.wait_for(r"│ \[pasted 1: 3,000 tokens, 2.9 KB\]")
     assert terminal.wait_for(r"(\d+) of 1,000")[1] == held
     # Taken out again, the conversation goes on.
     empty_the_box(terminal)

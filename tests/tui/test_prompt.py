@@ -1,12 +1,17 @@
 """Pasting: of any size and content, without freezing, and nothing lost."""
 
+import contextlib
 import time
+from pathlib import Path
 
 import pytest
 from textual import events
 
 from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
+from tqchat.tui.app import ChatApp
+from tqchat.tui.places import places
+from tqchat.units import file_size_text
 
 LONG = "x" * 2500
 
@@ -15,6 +20,10 @@ async def paste(chat: Chat, text: str) -> None:
     chat.app.post_message(events.Paste(text))
     await chat.pilot.pause()
     await chat.pilot.pause()
+    if "[pasted" in chat.prompt.text:
+        await chat.until(
+            lambda: all(one.tokens for one in chat.prompt.attachments.inside(chat.prompt.text))
+        )
 
 
 async def test_a_short_paste_is_typed_text(engine: FakeEngine) -> None:
@@ -28,8 +37,9 @@ async def test_a_long_paste_is_a_token_and_is_sent_whole(engine: FakeEngine, tex
     async with chat(engine) as screen:
         await screen.pilot.press(*"see ")
         await paste(screen, text)
-        token = f"[pasted 1: {len(text):,} chars]"
-        assert screen.prompt.text == f"see {token}"
+        size = file_size_text(len(text))
+        token = f"[pasted 1: {-(-len(text) // 4):,} tokens, {size}]"
+        await screen.until(lambda: screen.prompt.text == f"see {token}")
         await screen.pilot.press("enter")
         await screen.until(lambda: engine.turns)
         assert engine.turns[0][-1].content == f"see {text}"
@@ -39,7 +49,7 @@ async def test_a_long_paste_is_a_token_and_is_sent_whole(engine: FakeEngine, tex
 async def test_tokens_are_named_and_expand_to_their_own_text(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         # What is pasted may itself look like a token, or like a replacement pattern.
-        texts = ["a" * 2500, "[pasted 1: 2,500 chars] \\1 $' " + "b" * 2500]
+        texts = ["a" * 2500, "[pasted 1: 2.4 KB] \\1 $' " + "b" * 2500]
         for text in texts:
             await paste(screen, text)
             await screen.pilot.press("space")
@@ -81,16 +91,16 @@ async def test_the_cursor_steps_over_a_token(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await paste(screen, LONG)
         await screen.pilot.press("b", "left", "left", "a")
-        assert screen.prompt.text == "a[pasted 1: 2,500 chars]b"
+        assert screen.prompt.text == "a[pasted 1: 625 tokens, 2.4 KB]b"
         screen.prompt.move_cursor((0, 9))  # as a click would
         await screen.pilot.press("x")
-        assert "[pasted 1: 2,500 chars]" in screen.prompt.text
+        assert "[pasted 1: 625 tokens, 2.4 KB]" in screen.prompt.text
 
 
 async def test_text_that_looks_like_a_token_is_text(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
-        await screen.send("[pasted 7: 12 chars]")
-        assert engine.turns[0][-1].content == "[pasted 7: 12 chars]"
+        await screen.send("[pasted 7: 12 B]")
+        assert engine.turns[0][-1].content == "[pasted 7: 12 B]"
 
 
 async def test_a_recalled_message_still_has_its_paste(engine: FakeEngine) -> None:
@@ -111,7 +121,9 @@ async def test_a_huge_paste_does_not_freeze(engine: FakeEngine) -> None:
         began = time.monotonic()
         await paste(screen, "y" * 1_000_000)
         await screen.pilot.press("a", "b", "c")
-        assert screen.prompt.text == "[pasted 1: 1,000,000 chars]abc"
+        await screen.until(lambda: screen.prompt.text.endswith("abc"))
+        await screen.until(lambda: "tokens" in screen.prompt.text)
+        assert screen.prompt.text == "[pasted 1: 250,000 tokens, 977 KB]abc"
         assert time.monotonic() - began < 5
 
 
@@ -122,3 +134,113 @@ async def test_keys_that_come_in_one_burst_keep_their_order(engine: FakeEngine) 
             screen.app.post_message(events.Key(key, character))
         await screen.pilot.pause()
         await screen.until(lambda: screen.prompt.text == "axc")
+
+
+# Files, counting, viewing, editing
+
+
+async def test_a_file_is_a_token_and_the_model_is_told_its_name(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "a [b]: c.txt").write_bytes("Tomorrow, na\xefve".encode("latin-1"))
+    async with chat(engine) as screen:
+        await screen.command(f"/file {tmp_path}/a [b]: c.txt")
+        await screen.until(lambda: "a _b__ c.txt" in screen.prompt.text)
+        await screen.shows("not UTF-8")
+        await screen.pilot.press(*"when?", "enter")
+        await screen.until(lambda: engine.turns)
+        assert engine.turns[0][-1].content == "a [b]: c.txt:\n\nTomorrow, na\xefve\n\n when?"
+
+
+async def test_a_file_that_cannot_be_read_is_said(engine: FakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)
+    async with chat(engine) as screen:
+        await screen.command(f"/file {tmp_path}/binary")
+        await screen.shows("is a binary file")
+        await screen.command(f"/file {tmp_path}/none")
+        await screen.shows("none")
+        assert screen.prompt.text == ""
+
+
+async def test_the_box_says_what_would_be_sent_and_what_is_left(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.pilot.press(*"12345678")
+        await screen.shows("2 tokens", "8,126 left")
+        await paste(screen, "z" * 40_000)
+        await screen.shows("10,002 tokens", "1,874 too many")
+        assert engine.texts.count("z" * 40_000) == 1
+
+
+async def test_counts_are_marked_as_guesses_until_they_come(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        engine.count = lambda text: 1  # type: ignore[method-assign]
+        await screen.pilot.press(*"12345678")
+        await screen.shows("\u2248 2 tokens")
+
+
+async def test_a_token_is_viewed_and_edited(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf 'new text\\n' > \"$1\"\n")
+    editor.chmod(0o700)
+    monkeypatch.setenv("VISUAL", str(editor))
+    monkeypatch.setattr(ChatApp, "suspend", lambda self: contextlib.nullcontext())
+    async with chat(engine) as screen:
+        await paste(screen, "unlike \x1b[31many other\n" * 200)
+        await screen.pilot.press("f3")
+        await screen.shows("unlike any other", "Esc closes")
+        await screen.pilot.press("escape", "f4")
+        await screen.until(lambda: screen.prompt.text == "[pasted 1: 3 tokens, 9 B]")
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turns)
+        assert engine.turns[0][-1].content == "new text\n"
+        await screen.pilot.press(*"old", "ctrl+g")
+        await screen.until(lambda: screen.prompt.text == "new text")
+
+
+async def test_an_editor_that_fails_changes_nothing(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VISUAL", "false")
+    monkeypatch.setattr(ChatApp, "suspend", lambda self: contextlib.nullcontext())
+    async with chat(engine) as screen:
+        await screen.pilot.press(*"text", "ctrl+g")
+        await screen.shows("Set $EDITOR to an editor that works")
+        assert screen.prompt.text == "text"
+
+
+async def test_files_are_completed_after_an_at_sign(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/report one.txt", "docs/other.txt", "docs/.hidden", "notes.txt"):
+        (tmp_path / name).write_text(f"This is {name}.")
+    async with chat(engine) as screen:
+        await screen.pilot.press(*"see @")
+        await screen.shows("@docs/", "@notes.txt")
+        await screen.pilot.press(*"do", "tab")
+        assert screen.prompt.text == "see @docs/"
+        await screen.shows("@docs/other.txt", "@docs/report one.txt")
+        assert ".hidden" not in screen.screen_text
+        await screen.pilot.press(*"report", "enter")
+        await screen.until(lambda: screen.prompt.text.startswith("see [report one.txt: 12 tokens"))
+        await screen.pilot.press(*"and @not", "enter")
+        await screen.until(lambda: "[notes.txt: " in screen.prompt.text)
+        await screen.pilot.press(*"a@b", "enter")
+        await screen.until(lambda: engine.turns)
+        assert engine.turns[0][-1].content == (
+            "see report one.txt:\n\nThis is docs/report one.txt.\n\n"
+            " and notes.txt:\n\nThis is notes.txt.\n\n a@b"
+        )
+
+
+def test_hidden_files_need_their_dot_and_a_folder_need_not_be_there(tmp_path: Path) -> None:
+    for name in (".secret", "open", "reopen"):
+        (tmp_path / name).touch()
+    assert [place.path.name for place in places(f"{tmp_path}/")] == ["open", "reopen"]
+    assert [place.path.name for place in places(f"{tmp_path}/OP")] == ["open", "reopen"]
+    assert [place.path.name for place in places(f"{tmp_path}/.")] == [".secret"]
+    assert places(f"{tmp_path}/none/") == places("\0") == []

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.tui.conftest import chat
+from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
 from tqchat import paths
 from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
+from tqchat.tui.app import ChatApp, Settings
 
 LONG = "word " * 1000
 
@@ -174,3 +175,101 @@ async def test_clear_in_the_middle_of_an_answer_keeps_what_came(engine: FakeEngi
         await screen.shows("Half an answer")
         await screen.command("/clear")
         await screen.until(lambda: on_disk() == [("user", "one"), ("assistant", "Half an answer")])
+
+
+# Choosing, renaming, exporting
+
+
+async def test_another_conversation_is_gone_on_with(engine: FakeEngine) -> None:
+    saved(("Where?", "There.")).close()
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.command("/sessions")
+        await screen.shows("Conversations", "Where?", "one", "just now")
+        await screen.pilot.press("down", "enter")
+        await screen.shows("There.")
+        assert engine.folders[-1] == sessions.summaries()[0].folder / "cache"
+        await screen.until(lambda: not screen.app.busy)
+        await screen.send("And?")
+        assert [text for _, text in contents(engine)[1:]] == ["Where?", "There.", "And?"]
+        # The one that was left can be had back.
+        engine.say_finished("Here.")
+        await screen.until(lambda: not screen.app.busy)
+        await screen.command("/sessions")
+        await screen.pilot.press("down", "enter")
+        await screen.until(lambda: len(engine.folders) == 3)
+        await screen.send("two")
+        assert [text for _, text in contents(engine)[1:]] == ["one", "1", "two"]
+
+
+async def test_typing_searches_titles_and_text(engine: FakeEngine) -> None:
+    saved(("Where?", "In a needle case.")).close()
+    saved(("When?", "Now.")).close()
+    async with chat(engine) as screen:
+        await screen.command("/sessions")
+        await screen.shows("Where?", "When?")
+        await screen.pilot.press(*"needle")
+        await screen.until(lambda: "When?" not in screen.screen_text)
+        await screen.pilot.press("enter")
+        await screen.shows("In a needle case.")
+
+
+async def test_a_conversation_is_renamed_in_the_list_and_by_command(engine: FakeEngine) -> None:
+    saved(("Where?", "There.")).close()
+    async with chat(engine) as screen:
+        await screen.command("/sessions")
+        await screen.pilot.press("ctrl+r", "ctrl+u", *"Places", "enter")
+        await screen.shows("Places")
+        assert sessions.summaries()[0].title == "Places"
+        await screen.pilot.press("enter")
+        await screen.shows("There.")
+        await screen.command("/rename")
+        assert screen.prompt.text == "/rename "
+        await screen.pilot.press(*"Far", "enter")
+        await screen.shows("is called: Far")
+        assert sessions.summaries()[0].title == "Far"
+
+
+async def test_deleting_asks_first_and_spares_the_open_one(engine: FakeEngine) -> None:
+    saved(("Where?", "There.")).close()
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.command("/sessions")
+        await screen.pilot.press("ctrl+d", "ctrl+d")
+        await screen.shows("close it there first")
+        await screen.pilot.press("down", "ctrl+d")
+        await screen.shows("Ctrl-D again deletes")
+        assert len(sessions.summaries()) == 2
+        await screen.pilot.press("ctrl+d")
+        await screen.until(lambda: [s.title for s in sessions.summaries()] == ["one"])
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.md", "# Where?"), ("a.JSON", "{")])
+async def test_a_conversation_is_exported_for_its_owner_alone(
+    engine: FakeEngine, tmp_path: Path, name: str, begins: str
+) -> None:
+    path = tmp_path / name
+    async with chat(engine, session=saved(("Where?", "There."))) as screen:
+        await screen.command(f"/export {path}")
+        await screen.until(path.exists)
+        assert path.read_text().startswith(begins)
+        assert "There." in path.read_text()
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_text("mine")
+        await screen.command(f"/export {path}")
+        await screen.shows("There is one already")
+        assert path.read_text() == "mine"
+
+
+async def test_the_conversation_may_be_chosen_at_the_start(engine: FakeEngine) -> None:
+    saved(("Where?", "There.")).close()
+    app = ChatApp(engine.open, Settings(), choose=True)
+    async with app.run_test(size=(100, 40)) as pilot:
+        screen = Chat(app, engine, pilot)
+        await screen.shows("Where?")
+        assert not engine.loads
+        await pilot.press("enter")
+        await screen.until(lambda: engine.loads == ["smollm2"])
+        assert len(engine.folders) == 1
+        await screen.shows("There.")
+    app.close_engine()

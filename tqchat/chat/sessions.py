@@ -34,12 +34,14 @@ _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A conversation in a list. `modified` is Unix time; `model` the one it began with."""
+    """A conversation in a list. `modified` is Unix time, `model` the one it began with, `size` in
+    bytes."""
 
     id: str
     title: str
     model: str | None
     modified: float
+    size: int
 
     @property
     def folder(self) -> Path:
@@ -310,9 +312,11 @@ def summaries() -> list[Summary]:
                 with _log(folder).open("rb") as file:
                     # What comes before the first message.
                     start = Transcript.read(file.read(4096))
-                    modified = os.fstat(file.fileno()).st_mtime
+                    status = os.fstat(file.fileno())
                 title = _title(folder) or folder.name
-                found.append(Summary(folder.name, title, start.model, modified))
+                found.append(
+                    Summary(folder.name, title, start.model, status.st_mtime, status.st_size)
+                )
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
 
 

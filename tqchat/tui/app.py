@@ -2,6 +2,8 @@
 
 import importlib
 import logging
+import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,14 +13,19 @@ from pathlib import Path
 from time import monotonic
 from typing import ClassVar, Protocol
 
-from textual.app import App, ComposeResult, SystemCommand
+from textual import work
+from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
+from tqchat import paths
 from tqchat.chat.conversation import Message
+from tqchat.chat.documents import Document, read_document
+from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session
 from tqchat.engine.events import (
+    Counted,
     EngineOptions,
     Event,
     Failed,
@@ -36,14 +43,18 @@ from tqchat.engine.events import (
     Usage,
 )
 from tqchat.tui import themes, welcome
-from tqchat.tui.commands import COMMANDS, Command, Unknown, find
+from tqchat.tui.commands import COMMANDS, Call, Command, Unknown, find
+from tqchat.tui.counts import Counts
+from tqchat.tui.editor import edit
 from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
 from tqchat.tui.figures import rate_text, seconds_text
 from tqchat.tui.parser import parser
 from tqchat.tui.record import Record
+from tqchat.tui.screens.sessions import SessionPicker
+from tqchat.tui.screens.text import TextView
 from tqchat.tui.state import NO_USAGE, Figures, Progress
-from tqchat.tui.terminal import use_terminal_parser
-from tqchat.tui.text import clean_line
+from tqchat.tui.terminal import use_terminal_driver
+from tqchat.tui.text import clean_line, clean_paste
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
 from tqchat.tui.widgets.conversation import Conversation
 from tqchat.tui.widgets.panels import CompactStatus, SidePanel
@@ -54,6 +65,8 @@ log = logging.getLogger(__name__)
 TICK_S = 1 / 15
 _HINT_S = 4.0
 _MOMENT_S = 0.5
+_PAUSE_S = 0.3
+_NO_TOKEN = "There is no token in the prompt: paste a long text, or /file PATH."
 _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
     "stopped": "stopped",
@@ -75,9 +88,10 @@ class ChatEngine(Protocol):
         self, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None = None
     ) -> int: ...
     def take_up(self, folder: Path) -> None: ...
+    def count(self, text: str) -> int: ...
     def stop(self) -> None: ...
     def clear(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, timeout: float | None = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +145,9 @@ class ChatApp(App[int]):
         Binding("ctrl+c", "copy_or_stop", show=False, priority=True),
         Binding("escape", "stop", show=False),
         Binding("ctrl+q", "leave", show=False, priority=True),
+        Binding("f3", "view_token", show=False, priority=True),
+        Binding("f4", "edit_token", show=False, priority=True),
+        Binding("ctrl+g", "edit_prompt", show=False, priority=True),
         Binding("ctrl+b,f2", "toggle_panel", show=False, priority=True),
         Binding("pageup", "scroll('page_up')", show=False, priority=True),
         Binding("pagedown", "scroll('page_down')", show=False, priority=True),
@@ -144,6 +161,8 @@ class ChatApp(App[int]):
         ("Ctrl-C", "copy what is selected, else stop"),
         ("Ctrl-D", "leave, when the prompt is empty"),
         ("Up, Down", "earlier messages"),
+        ("F3, F4", "view or edit the text of the token at the cursor"),
+        ("Ctrl-G", "write in $EDITOR"),
         ("PgUp, PgDn", "scroll; Ctrl-End goes to the newest"),
         ("Ctrl-P", "all commands, searchable"),
         ("Ctrl-B, F2", "show or hide the figures"),
@@ -155,10 +174,12 @@ class ChatApp(App[int]):
         settings: Settings,
         theme: str = themes.DARK,
         session: Session | None = None,
+        choose: bool = False,
     ) -> None:
         super().__init__()
         self._open_engine = open_engine
         self._given = settings
+        self._choose = choose
         self._settings = settings
         self._opened: Opened | None = None
         self._open_fault: BaseException | None = None
@@ -167,6 +188,11 @@ class ChatApp(App[int]):
         self._loading: Progress | None = Progress("Starting")
         self._reading: Progress | None = None
         self._figures = Figures()
+        self._counts = Counts()
+        # Tokens of the conversation so far, as the engine told last.
+        self._held = 0
+        self._draft = ""
+        self._draft_at = 0.0
         self._record = Record(settings.system, self._not_saved)
         if session is not None:
             self._record.go_on(session, settings.system)
@@ -203,8 +229,8 @@ class ChatApp(App[int]):
                 with Vertical(id="foot"):
                     yield self._activity
                     yield self._menu
-                    with Horizontal(id="box"):
-                        yield self._prompt
+                    self._box = Horizontal(self._prompt, id="box")
+                    yield self._box
                 yield self._compact
             yield self._side
         yield self._key_hints
@@ -217,8 +243,15 @@ class ChatApp(App[int]):
             self._conversation.append(Fault(clean_line(fault)))
         self._draw_figures()
         self._draw_bars()
-        self.call_after_refresh(self._opener.start)
+        if self._choose:
+            self.push_screen(SessionPicker(self._record.rename), self._start_with)
+        else:
+            self.call_after_refresh(self._opener.start)
         self.set_interval(TICK_S, self._tick)
+
+    def _start_with(self, session_id: str | None) -> None:
+        self._go_on(session_id)
+        self._opener.start()
 
     # The engine
 
@@ -260,6 +293,7 @@ class ChatApp(App[int]):
         if self._ticks % 2:
             self._activity.tick()
         self._drain()
+        self._count()
         if monotonic() >= self._draw_at:
             began = monotonic()
             self._draw_text()
@@ -296,19 +330,27 @@ class ChatApp(App[int]):
             case Loaded(model, cache, memory):
                 figures.model, figures.cache, figures.memory = model, cache, memory
                 figures.kv = model.kv
+                self._held = cache.tokens
+                self._counts.forget()
                 self._loaded(model)
             case Stats(usage, cache, memory):
                 figures.cache, figures.memory = cache, memory
                 if usage == NO_USAGE:
                     self._record.let_go()
+                    self._held = 0
                 elif self._turn is not None:
                     figures.usage = usage
             case TakenUp(cache, memory):
                 figures.cache, figures.memory = cache, memory
                 self._record.let_go()
+                self._held = cache.tokens
                 if figures.model is not None:
                     self._loading = None
                     self._next()
+            case Counted(number, tokens):
+                self._counts.answer(number, tokens)
+                self._label_tokens()
+                return False
             case Note(message):
                 self._conversation.append(Notice(clean_line(message)))
                 return False
@@ -372,8 +414,8 @@ class ChatApp(App[int]):
 
     def on_prompt_sent(self, event: Prompt.Sent) -> None:
         command = find(event.text)
-        if isinstance(command, Command):
-            command.run(self)
+        if isinstance(command, Call):
+            self._run(command.command, command.argument)
         elif isinstance(command, Unknown):
             self._prompt.put_back(event.shown)
             self.hint(clean_line(command.message))
@@ -382,6 +424,13 @@ class ChatApp(App[int]):
             self.hint("No model is loaded. /retry tries again, /quit leaves.")
         else:
             self._send(event.text, event.shown)
+
+    def _run(self, command: Command, argument: str = "") -> None:
+        if command.needs_argument and not argument:
+            self._prompt.put_back(f"/{command.name} ")
+            self.hint(f"{command.usage}: {command.help}")
+        else:
+            command.run(self, argument)
 
     def on_prompt_leave(self) -> None:
         self.action_leave()
@@ -442,6 +491,8 @@ class ChatApp(App[int]):
             self._take_back(turn)
         else:
             self._record.finish(text)
+            if self._figures.cache is not None:
+                self._held = self._figures.cache.tokens
             answer = turn.answer or Answer()
             answer.finish(self._footer(reason), "$text-muted" if reason == "stop" else "$warning")
             if turn.answer is None:
@@ -490,6 +541,44 @@ class ChatApp(App[int]):
             waiting = self._waiting.pop()
             self._conversation.remove_entry(waiting.question)
             self._prompt.put_back(waiting.shown)
+
+    # What would be sent
+
+    def _count(self) -> None:
+        """Has the prompt's texts counted, once it is left alone for a moment, and says what would
+        be sent and what is left."""
+        shown, prompt = self._prompt.text, self._prompt
+        if shown != self._draft:
+            self._draft, self._draft_at = shown, monotonic() + _PAUSE_S
+        texts = [one.text for one in prompt.attachments.inside(shown)]
+        typed = prompt.attachments.typed(shown)
+        if monotonic() >= self._draft_at:
+            texts.append(typed)
+        if self._figures.model is not None and (engine := self._engine) is not None:
+            for text in texts:
+                if self._counts.known(text) is None and not self._counts.is_asked(text):
+                    self._counts.ask(engine.count(text), text)
+        self._draw_count(shown, typed)
+
+    def _label_tokens(self) -> None:
+        for one in self._prompt.attachments.inside(self._prompt.text):
+            one.tokens = self._counts.known(one.text)
+        self._prompt.relabel()
+
+    def _draw_count(self, shown: str, typed: str) -> None:
+        subtitle, full = "", False
+        cache = self._figures.cache
+        if shown and cache is not None and cache.context and not shown.startswith("/"):
+            texts = [*(one.text for *_, one in self._prompt.attachments.spans(shown)), typed]
+            tokens = sum(map(self._counts.guess, texts))
+            about = "≈ " if any(self._counts.known(text) is None for text in texts) else ""
+            left = cache.context - self._held - tokens
+            full = left < 0
+            rest = f"{-left:,} too many" if full else f"{left:,} left"
+            subtitle = f"{about}{tokens:,} tokens · {rest}"
+        if subtitle != self._box.border_subtitle:
+            self._box.border_subtitle = subtitle
+            self._box.set_class(full, "-full")
 
     # Drawing
 
@@ -586,15 +675,13 @@ class ChatApp(App[int]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
-            yield SystemCommand(
-                f"/{command.name}", command.help, lambda command=command: command.run(self)
-            )
+            yield SystemCommand(f"/{command.name}", command.help, partial(self._run, command))
 
     # Commands
 
     def show_help(self) -> None:
         self._conversation.append(
-            Listing("Commands", [(f"/{command.name}", command.help) for command in COMMANDS])
+            Listing("Commands", [(command.usage, command.help) for command in COMMANDS])
         )
         self._conversation.append(Listing("Keys", self.KEYS))
         self._conversation.show_end()
@@ -675,6 +762,111 @@ class ChatApp(App[int]):
         self._waiting.append(_Waiting(question, text, question.text))
         self._next()
 
+    def attach_file(self, name: str) -> None:
+        """Puts a token for a file into the prompt."""
+        self._read_file(Path(name).expanduser())
+
+    def on_prompt_file_chosen(self, event: Prompt.FileChosen) -> None:
+        self._read_file(event.path)
+
+    @work(thread=True, exit_on_error=False)
+    def _read_file(self, path: Path) -> None:
+        try:
+            document = read_document(path)
+        except ChatError as error:
+            self.call_from_thread(self._conversation.append, Fault(str(error)))
+        else:
+            self.call_from_thread(self._attach_document, document)
+
+    def _attach_document(self, document: Document) -> None:
+        if document.note:
+            self._conversation.append(Notice(clean_line(document.note)))
+        self._prompt.attach(document.name, document.text)
+
+    def action_view_token(self) -> None:
+        if (one := self._prompt.token_here()) is None:
+            self.hint(_NO_TOKEN)
+        else:
+            self.push_screen(TextView(one.label, one.text))
+
+    def action_edit_token(self) -> None:
+        """Opens the text of a token in the editor."""
+        if (one := self._prompt.token_here()) is None:
+            self.hint(_NO_TOKEN)
+        elif (text := self._edited(one.text)) is not None:
+            one.text, one.tokens = clean_paste(text), None
+            self._prompt.relabel()
+
+    def action_edit_prompt(self) -> None:
+        """Opens the whole prompt in the editor; tokens stay tokens."""
+        if (text := self._edited(self._prompt.text)) is not None:
+            self._prompt.text = self._prompt.fold(clean_paste(text).rstrip("\n"))
+            self._prompt.move_cursor(self._prompt.document.end)
+
+    def _edited(self, text: str) -> str | None:
+        try:
+            with self.suspend():
+                return edit(text)
+        except (OSError, SuspendNotSupported) as error:
+            self.hint(clean_line(f"Set $EDITOR to an editor that works: {error}"))
+            return None
+
+    def choose_session(self) -> None:
+        self.push_screen(SessionPicker(self._record.rename), self._go_on)
+
+    def _go_on(self, session_id: str | None) -> None:
+        """Leaves the conversation for another one."""
+        session = self._record.session
+        if session_id is None or (session is not None and session.id == session_id):
+            return
+        try:
+            session = self._record.open(session_id)
+        except ChatError as error:
+            self._conversation.append(Fault(str(error)))
+            return
+        engine = self._engine
+        if engine is not None:
+            if self._turn is not None:
+                engine.stop()
+            engine.take_up(session.cache_folder)
+        self._leave_conversation()
+        self._record.go_on(session, self._given.system)
+        self._show_record(session)
+
+    def rename(self, title: str) -> None:
+        if (session := self._record.session) is None:
+            self.hint("There is no conversation yet: ask something first.")
+            return
+        try:
+            self._record.rename(session.id, title)
+        except ChatError as error:
+            self._conversation.append(Fault(str(error)))
+        else:
+            self.hint(f"The conversation is called: {clean_line(session.title)}")
+
+    def export(self, name: str) -> None:
+        """To a file in Markdown, or JSON if its name ends so; none is written over."""
+        if (session := self._record.session) is None:
+            self.hint("There is no saved conversation to export.")
+            return
+        words = re.sub(r"[^\w]+", "-", session.title).strip("-")[:40]
+        path = Path(name or f"{words or session.id}.md").expanduser()
+        is_json = path.suffix.lower() == ".json"
+        try:
+            if os.path.lexists(path):
+                self.hint(f"There is one already: {clean_line(str(path))}")
+                return
+            if not path.parent.is_dir():
+                self.hint(f"There is no folder {clean_line(str(path.parent))}.")
+                return
+            paths.write_private(path, session.to_json() if is_json else session.to_markdown())
+        except OSError as error:
+            self._conversation.append(
+                Fault(f"The file cannot be written: {error.strerror}. Choose another place.")
+            )
+        else:
+            self.hint(f"Written to {clean_line(str(path))}")
+
     def copy_answer(self) -> None:
         answers = [
             message.content for message in self._record.messages if message.role == "assistant"
@@ -727,10 +919,11 @@ def run(
     options: EngineOptions,
     settings: Settings,
     session: Session | None = None,
+    choose: bool = False,
 ) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
-    use_terminal_parser()
-    app = ChatApp(partial(open_engine, model, options), settings, session=session)
+    use_terminal_driver()
+    app = ChatApp(partial(open_engine, model, options), settings, session=session, choose=choose)
     try:
         code = app.run()
     finally:

@@ -12,32 +12,69 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`bare`: also understood without the slash, when it is all that was typed."""
+    """`bare`: also understood without the slash, when it is all that was typed. `argument`: what
+    may be written after the name, in brackets if it may be left out."""
 
     name: str
     help: str
-    run: Callable[["ChatApp"], None]
+    run: Callable[["ChatApp", str], None]
     bare: tuple[str, ...] = ()
+    argument: str = ""
+
+    @property
+    def usage(self) -> str:
+        return f"/{self.name} {self.argument}".rstrip()
+
+    @property
+    def needs_argument(self) -> bool:
+        return self.argument != "" and not self.argument.startswith("[")
 
 
 COMMANDS = (
-    Command("help", "show commands and keys", lambda app: app.show_help()),
+    Command("help", "show commands and keys", lambda app, _: app.show_help()),
     Command(
-        "clear", "begin a new conversation and free the cache", lambda app: app.clear(), ("clear",)
+        "clear",
+        "begin a new conversation and free the cache",
+        lambda app, _: app.clear(),
+        ("clear",),
     ),
     Command(
         "reset",
         "clear, and put system prompt and sampling back",
-        lambda app: app.reset(),
+        lambda app, _: app.reset(),
         ("reset",),
     ),
-    Command("retry", "answer the last message again", lambda app: app.retry()),
-    Command("copy", "copy the last answer", lambda app: app.copy_answer()),
-    Command("stats", "show the figures of the last answer", lambda app: app.show_stats()),
-    Command("theme", "choose the colours", lambda app: app.action_change_theme()),
-    Command("panel", "show or hide the side panel", lambda app: app.action_toggle_panel()),
-    Command("quit", "leave", lambda app: app.action_leave(), ("quit", "exit")),
+    Command("retry", "answer the last message again", lambda app, _: app.retry()),
+    Command("file", "attach a text file", lambda app, name: app.attach_file(name), argument="PATH"),
+    Command(
+        "view", "read the text that a token stands for (F3)", lambda app, _: app.action_view_token()
+    ),
+    Command("edit", "edit that text in $EDITOR (F4)", lambda app, _: app.action_edit_token()),
+    Command("sessions", "go on with another conversation", lambda app, _: app.choose_session()),
+    Command(
+        "rename",
+        "give the conversation a title",
+        lambda app, title: app.rename(title),
+        argument="TITLE",
+    ),
+    Command(
+        "export",
+        "write the conversation to a file: .md, .json",
+        lambda app, name: app.export(name),
+        argument="[FILE]",
+    ),
+    Command("copy", "copy the last answer", lambda app, _: app.copy_answer()),
+    Command("stats", "show the figures of the last answer", lambda app, _: app.show_stats()),
+    Command("theme", "choose the colours", lambda app, _: app.action_change_theme()),
+    Command("panel", "show or hide the side panel", lambda app, _: app.action_toggle_panel()),
+    Command("quit", "leave", lambda app, _: app.action_leave(), ("quit", "exit")),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    command: Command
+    argument: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +90,20 @@ class Unknown:
         return f"No command /{self.name}. {instead} (A space before it sends it as text.)"
 
 
-def find(text: str) -> Command | Unknown | None:
+def find(text: str) -> Call | Unknown | None:
     """The command that `text` is, or None if it is a message to the model."""
     typed = text.rstrip()
     for command in COMMANDS:
         if typed.lower() in command.bare:
-            return command
+            return Call(command)
     word = typed.removeprefix("/")
     if word == typed or "\n" in typed or "/" in word.split(" ")[0]:
         return None  # "/usr/bin/env: what is it?" is a question
-    name = word.split(" ")[0].lower()
+    name, _, argument = word.partition(" ")
+    name = name.lower()
     for command in COMMANDS:
         if command.name == name:
-            return command
+            return Call(command, argument.strip())
     names = [command.name for command in COMMANDS]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return Unknown(name, next((c for c in COMMANDS if c.name in close), None))

@@ -26,6 +26,14 @@ def seconds_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def age_text(seconds: float) -> str:
+    """90 -> "1 min ago", 200000 -> "2 d ago"."""
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "just now"
+
+
 def bar(share: float, width: int, style: str = "$primary", track: str = "$track") -> Content:
     """A bar `width` cells wide, `share` (0 to 1) of it filled, to half a cell."""
     return stacked_bar([(share, style)], width, track)

@@ -84,10 +84,13 @@ class Record:
                 self.session.replace(start, stop, messages)
         self._taken_back = False
 
-    def rename(self, title: str) -> None:
-        """Raises ChatError where the disk does not take it."""
-        if self.session is not None:
+    def rename(self, session_id: str, title: str) -> None:
+        """Give this or another session a title. Raises ChatError."""
+        if self.session is not None and self.session.id == session_id:
             self.session.rename(title)
+        else:
+            with Session.open(session_id) as session:
+                session.rename(title)
 
     def open(self, session_id: str) -> Session:
         """A session to go on with; one that was just left may still be open. Raises ChatError."""

@@ -1,8 +1,10 @@
 """Where the person writes. Enter sends; a large paste becomes a token that stands for it."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, TypeAlias
 
 from rich.text import Text
 from textual import events
@@ -13,13 +15,17 @@ from textual.document._edit import Edit
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
+from tqchat.tui.attached import Attached, Attachments
 from tqchat.tui.commands import Command, completions
-from tqchat.tui.text import clean_paste
+from tqchat.tui.places import Place, places
+from tqchat.tui.text import clean_line, clean_paste
 
 TALLEST = 10
 _LONGEST_PASTE = 2_000
+_PLACE = re.compile(r"(?:^|(?<=\s))@(\S*)$")
 _MOST_PASTED_LINES = 20
-_TOKEN = re.compile(r"\[pasted (\d+): [\d,]+ chars\]")
+
+Choice: TypeAlias = Command | Place
 
 
 class Prompt(TextArea):
@@ -39,11 +45,15 @@ class Prompt(TextArea):
         text: str
         shown: str
 
+    @dataclass
+    class FileChosen(Message):
+        path: Path
+
     class Leave(Message):
         """Ctrl-D in an empty box."""
 
     def __init__(self, menu: "CommandMenu") -> None:
-        self._pastes: dict[int, str] = {}
+        self.attachments = Attachments()
         super().__init__(
             soft_wrap=True,
             tab_behavior="focus",
@@ -59,15 +69,32 @@ class Prompt(TextArea):
 
     def full_text(self, shown: str) -> str:
         """The text with every token replaced by what it stands for."""
-        return _TOKEN.sub(lambda match: self._pastes.get(int(match[1]), match[0]), shown)
+        return self.attachments.expanded(shown)
 
     def fold(self, text: str) -> str:
         """`text` itself, or a token that stands for it if it is long."""
         if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
             return text
-        number = len(self._pastes) + 1
-        self._pastes[number] = text
-        return f"[pasted {number}: {len(text):,} chars]"
+        return self.attachments.paste(text).label
+
+    def attach(self, name: str, text: str) -> None:
+        """A file, as a token where the cursor is."""
+        self._insert(self.attachments.file(name, clean_paste(text)).label + " ")
+
+    def relabel(self) -> None:
+        """Tokens say what has become known of them."""
+        for row in range(self.document.line_count):
+            for start, end, one in reversed(self._tokens(row)):
+                if self.document.get_line(row)[start:end] != one.label:
+                    self.replace(one.label, (row, start), (row, end))
+
+    def token_here(self) -> Attached | None:
+        """What the token at the cursor stands for, or else the last one attached."""
+        row, column = self.cursor_location
+        for start, end, one in self._tokens(row):
+            if start <= column <= end:
+                return one
+        return self.attachments.newest
 
     def put_back(self, shown: str) -> None:
         """Returns a message to the box, before whatever is in it."""
@@ -98,8 +125,12 @@ class Prompt(TextArea):
     # Sending, history, completion
 
     def _send(self) -> None:
-        if command := self._menu.chosen(self.text):
-            self.text = f"/{command.name}"
+        choice = self._menu.chosen(self._choices())
+        if isinstance(choice, Place):
+            self._take_place(choice)
+            return
+        if choice is not None:
+            self.text = f"/{choice.name}"
         shown = self.text.strip("\n").rstrip()
         if not shown.strip():
             return
@@ -115,9 +146,35 @@ class Prompt(TextArea):
         self._replace_via_keyboard("\n", *self.selection)
 
     def _complete(self) -> None:
-        if command := self._menu.chosen(self.text):
-            self.text = f"/{command.name}"
+        choice = self._menu.chosen(self._choices())
+        if isinstance(choice, Place):
+            self._take_place(choice)
+        elif choice is not None:
+            self.text = f"/{choice.name}"
             self.move_cursor(self.document.end)
+
+    def _choices(self) -> Sequence[Choice]:
+        """What the menu has to offer for what is typed."""
+        if found := completions(self.text):
+            return found
+        return places(word[1]) if (word := self._place_before()) else []
+
+    def _place_before(self) -> re.Match[str] | None:
+        """The @ and what is typed after it, right before the cursor."""
+        row, column = self.cursor_location
+        return _PLACE.search(self.document.get_line(row)[:column])
+
+    def _take_place(self, place: Place) -> None:
+        """A folder is gone into; a file is attached in place of its name."""
+        if (word := self._place_before()) is None:
+            return
+        row, column = self.cursor_location
+        start = (row, word.start(1) - 1)
+        text = f"@{place.typed}" if place.is_folder else ""
+        if result := self._replace_via_keyboard(text, start, (row, column)):
+            self.move_cursor(result.end_location)
+        if not place.is_folder:
+            self.post_message(self.FileChosen(place.path))
 
     def action_delete_or_leave(self) -> None:
         if self.text:
@@ -161,7 +218,7 @@ class Prompt(TextArea):
 
     def on_text_area_changed(self) -> None:
         self._fit()
-        self._menu.show(completions(self.text))
+        self._menu.show(self._choices())
 
     def _on_resize(self) -> None:
         super()._on_resize()
@@ -177,21 +234,19 @@ class Prompt(TextArea):
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
-        text = self.fold(clean_paste(event.text))
+        self._insert(self.fold(clean_paste(event.text)))
+
+    def _insert(self, text: str) -> None:
         if result := self._replace_via_keyboard(text, *self.selection):
             self.move_cursor(result.end_location)
             self.focus()
 
-    def _tokens(self, row: int) -> list[tuple[int, int]]:
-        """Where the tokens of a line begin and end."""
-        if not self._pastes:
-            return []
-        line = self.document.get_line(row)
-        return [m.span() for m in _TOKEN.finditer(line) if int(m[1]) in self._pastes]
+    def _tokens(self, row: int) -> list[tuple[int, int, Attached]]:
+        return self.attachments.spans(self.document.get_line(row))
 
     def _outside_token(self, location: Location, forward: bool) -> Location:
         row, column = location
-        for start, end in self._tokens(row):
+        for start, end, _ in self._tokens(row):
             if start < column < end:
                 return row, end if forward else start
         return location
@@ -218,21 +273,21 @@ class Prompt(TextArea):
 
     def get_line(self, line_index: int) -> Text:
         line = super().get_line(line_index)
-        for start, end in self._tokens(line_index):
+        for start, end, _ in self._tokens(line_index):
             line.stylize(self.get_component_rich_style("prompt--token"), start, end)
         return line
 
 
 class CommandMenu(Static):
-    """The commands that fit what is typed, over the prompt. Hidden when there are none."""
+    """The commands or files that fit what is typed, over the prompt. Hidden when there are none."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
-        self._found: list[Command] = []
+        self._found: Sequence[Choice] = []
         self._place = 0
         self.display = False
 
-    def show(self, found: list[Command]) -> None:
+    def show(self, found: Sequence[Choice]) -> None:
         if found != self._found:
             self._found = found
             self._place = 0
@@ -244,21 +299,26 @@ class CommandMenu(Static):
         self._place = (self._place + step) % len(self._found)
         self._draw()
 
-    def chosen(self, text: str) -> Command | None:
-        """The command pointed at, if the menu is open and `text` is what it was opened for."""
-        if not self.display or completions(text) != self._found:
+    def chosen(self, found: Sequence[Choice]) -> Choice | None:
+        """What is pointed at, if the menu is open and has what was found."""
+        if not self.display or not found or found != self._found:
             return None
         return self._found[self._place]
 
     def _draw(self) -> None:
-        width = max(len(command.help) for command in self._found) + 1
+        pairs = [
+            (f"@{clean_line(one.typed)}", "")
+            if isinstance(one, Place)
+            else (f"/{one.name}".ljust(10), one.help)
+            for one in self._found
+        ]
+        width = max(len(name) + len(help) for name, help in pairs) + 2
         rows = []
-        for index, command in enumerate(self._found):
+        for index, (name, help) in enumerate(pairs):
             here = index == self._place
-            name = f" /{command.name}".ljust(12)
             row = Content.assemble(
-                (name, "bold $primary" if here else "$primary"),
-                (command.help.ljust(width), "$text" if here else "$text-muted"),
+                (f" {name} ", "bold $primary" if here else "$primary"),
+                (help.ljust(width - len(name)), "$text" if here else "$text-muted"),
             )
             rows.append(row.stylize_before("on $panel") if here else row)
         self.update(Content("\n").join(rows))
