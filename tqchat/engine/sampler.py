@@ -27,7 +27,7 @@ class Rules:
         """What somebody chose, else what the model suggests, else the defaults."""
         chosen = {name: x for name, x in asdict(sampling).items() if x is not None}
         chosen.pop("seed", None)
-        return cls(**{**suggested, **chosen})  # type: ignore[arg-type]
+        return cls(**{**suggested, **chosen})
 
 
 def sample(logits: mx.array, rules: Rules, recent: Sequence[int]) -> mx.array:
