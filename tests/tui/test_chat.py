@@ -525,3 +525,50 @@ async def test_commands_are_not_in_the_history(engine: FakeEngine) -> None:
         await screen.command("/help")
         await screen.pilot.press("up")
         assert screen.prompt.text == "one"
+
+
+# When it is full
+
+
+async def test_nearly_full_is_said_once(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        for tokens in (7_000, 7_400, 7_500):
+            await screen.send("more")
+            engine.tokens = tokens
+            engine.say_finished("and more")
+            await screen.until(lambda: not screen.app.busy)
+        await screen.shows("nearly full: 792 of 8,192 tokens left")
+        assert screen.screen_text.count("nearly full") == 1
+
+
+async def test_the_oldest_turns_are_dropped_if_the_person_says_so(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        for question, answer in (("one", "1" * 400), ("two", "2" * 400), ("three", "3")):
+            await screen.exchange(question, answer)
+        await screen.send("much")
+        engine.say_failed("It does not fit.", excess=150)
+        await screen.shows("Drop the 2 oldest turns: about 202 tokens", "new conversation")
+        await screen.pilot.press("escape")
+        assert screen.prompt.text == "much"
+        await screen.send("much")
+        assert len(contents(screen)) == 8
+        engine.say_failed("It does not fit.", excess=150)
+        await screen.shows("Drop the 2 oldest turns")
+        await screen.pilot.press("enter")
+        await screen.shows("What came before was dropped", "three", "Enter sends")
+        assert "two" not in screen.screen_text
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turn == 6)
+        assert [text for _, text in contents(screen)[1:]] == ["three", "3", "much"]
+
+
+async def test_room_may_be_made_by_a_new_conversation(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.send("much")
+        engine.say_failed("It does not fit.", excess=150)
+        await screen.shows("Begin a new conversation")
+        assert "Drop" not in screen.screen_text
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.clears == 1)
+        assert screen.prompt.text == "much"

@@ -88,7 +88,8 @@ async def failed(chat: Chat, clock: Clock) -> None:
     await finished(chat, clock)
     await chat.send("a message that is much too long")
     chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=1234)
-    await chat.shows("1,234")
+    await chat.shows("1,234 tokens too long")
+    await chat.pilot.press("escape")
 
 
 async def menu(chat: Chat, clock: Clock) -> None:

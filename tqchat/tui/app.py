@@ -50,6 +50,7 @@ from tqchat.tui.entries import Answer, Entry, Fault, Listing, Notice, Question
 from tqchat.tui.figures import rate_text, seconds_text
 from tqchat.tui.parser import parser
 from tqchat.tui.record import Record
+from tqchat.tui.screens.choice import Choice
 from tqchat.tui.screens.sessions import SessionPicker
 from tqchat.tui.screens.text import TextView
 from tqchat.tui.state import NO_USAGE, Figures, Progress
@@ -66,6 +67,7 @@ TICK_S = 1 / 15
 _HINT_S = 4.0
 _MOMENT_S = 0.5
 _PAUSE_S = 0.3
+_NEARLY_FULL = 0.9
 _NO_TOKEN = "There is no token in the prompt: paste a long text, or /file PATH."
 _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
@@ -191,6 +193,7 @@ class ChatApp(App[int]):
         self._counts = Counts()
         # Tokens of the conversation so far, as the engine told last.
         self._held = 0
+        self._warned = False
         self._draft = ""
         self._draft_at = 0.0
         self._record = Record(settings.system, self._not_saved)
@@ -491,8 +494,9 @@ class ChatApp(App[int]):
             self._take_back(turn)
         else:
             self._record.finish(text)
-            if self._figures.cache is not None:
-                self._held = self._figures.cache.tokens
+            if (cache := self._figures.cache) is not None:
+                self._held = cache.tokens
+                self._warn_if_nearly_full(cache.tokens, cache.context)
             answer = turn.answer or Answer()
             answer.finish(self._footer(reason), "$text-muted" if reason == "stop" else "$warning")
             if turn.answer is None:
@@ -528,6 +532,53 @@ class ChatApp(App[int]):
         self._take_back_waiting()
         self._conversation.append(Fault(message))
         self._conversation.show_end()
+        if excess:
+            self._offer_room(excess)
+
+    def _warn_if_nearly_full(self, tokens: int, context: int) -> None:
+        nearly_full = tokens >= _NEARLY_FULL * context > 0
+        if nearly_full and not self._warned:
+            text = f"The context is nearly full: {context - tokens:,} of {context:,} tokens left."
+            self._conversation.append(Notice(text, "!", "$warning"))
+        self._warned = nearly_full
+
+    def _offer_room(self, excess: int) -> None:
+        """The message did not fit: the person chooses what goes, if anything."""
+        messages, freed, stop = self._record.messages, 0, 0
+        while stop < len(messages) and (freed < excess or messages[stop].role != "user"):
+            freed += self._counts.guess(messages[stop].content)
+            stop += 1
+        answers = [("clear", "Begin a new conversation")]
+        if freed >= excess:
+            turns = sum(message.role == "user" for message in messages[:stop])
+            what = "the oldest turn" if turns == 1 else f"the {turns} oldest turns"
+            answers.insert(0, ("drop", f"Drop {what}: about {freed:,} tokens"))
+        if messages:
+            question = f"The message is {excess:,} tokens too long. It stays in the prompt."
+            self.push_screen(Choice(question, answers), partial(self._make_room, stop, freed))
+
+    def _make_room(self, stop: int, freed: int, way: str | None) -> None:
+        shown = self._prompt.text
+        if way == "clear":
+            self.clear()
+        elif way == "drop":
+            self._drop(stop, freed)
+        if way is not None:
+            self._prompt.text = shown
+            self.hint("There is more room now: Enter sends the message.")
+
+    def _drop(self, stop: int, freed: int) -> None:
+        """The oldest messages, `stop` of them, go from the conversation and the screen."""
+        self._record.replace(0, stop)
+        left = sum(message.role == "user" for message in self._record.messages)
+        entries = self._conversation.entries
+        questions = [place for place, one in enumerate(entries) if isinstance(one, Question)]
+        first = questions[-left] if left else len(entries)
+        for entry in entries[:first]:
+            self._conversation.remove_entry(entry)
+        self._held = max(self._held - freed, 0)
+        text = f"What came before was dropped, about {freed:,} tokens: the model no longer sees it."
+        self._conversation.insert(0, Notice(text))
 
     def _take_back(self, turn: _Turn) -> None:
         """The message was not answered: it returns to the prompt and leaves the conversation."""

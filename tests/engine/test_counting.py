@@ -1,0 +1,31 @@
+"""Tokens of a text, counted beside whatever the engine does."""
+
+from pathlib import Path
+
+from tests.folders import write_tiny
+from tqchat.chat.conversation import Message
+from tqchat.engine.engine import Engine
+from tqchat.engine.events import Counted, Finished, Loaded, Sampling
+
+
+def test_texts_are_counted_while_an_answer_is_written(tmp_path: Path) -> None:
+    """A token of this model is a byte, whatever control tokens the text spells."""
+    engine = Engine()
+    engine.start()
+    engine.count("there is no model yet, so nobody can tell")
+    engine.load(str(write_tiny(tmp_path / "tiny")))
+    while not isinstance(engine.wait(60), Loaded):
+        pass
+    engine.generate([Message("user", "Hello")], Sampling(temperature=0), 4000)
+    numbers = {
+        engine.count(text): len(text.encode()) for text in ("", "na\xefve", "<|im_end|>" * 9)
+    }
+    counted = {}
+    while len(counted) < len(numbers):
+        event = engine.wait(60)
+        assert event is not None
+        assert not isinstance(event, Finished)
+        if isinstance(event, Counted):
+            counted[event.number] = event.tokens
+    engine.close()
+    assert counted == numbers
