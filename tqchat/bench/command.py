@@ -20,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="WHAT")
     _decode_arguments(commands.add_parser("decode", help="prefill and decode speed by context"))
     _attention_arguments(commands.add_parser("attention", help="one layer's decode attention"))
+    _ui_arguments(commands.add_parser("ui", help="time from a key to the screen"))
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
@@ -154,6 +155,26 @@ def _attention(options: argparse.Namespace) -> int:
         print(json.dumps(report.as_json()))
     else:
         attention.show(report)
+    return 0
+
+
+def _ui_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_ui)
+    parser.add_argument("--json", action="store_true")
+
+
+def _ui(options: argparse.Namespace) -> int:
+    from tqchat.bench import ui
+
+    rows = [ui.measure(load) for load in ui.LOADS]
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return 0
+    table = _table("meanwhile", "keys", "p50 ms", "p95 ms", "p99 ms")
+    for row in rows:
+        times = (f"{value:.1f}" for value in (row.p50, row.p95, row.p99))
+        table.add_row(row.load, str(row.keys), *times)
+    Console().print(table)
     return 0
 
 
