@@ -42,7 +42,11 @@ class Terminal:
     """Leaving the context ends the program if it still runs."""
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        term: str = "xterm-256color",
     ) -> None:
         self._master, self._slave = pty.openpty()
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
@@ -56,7 +60,7 @@ class Terminal:
             stdin=self._slave,
             stdout=self._slave,
             stderr=self._slave,
-            env={"TERM": "xterm-256color", **env},
+            env={**env, "TERM": term},
             cwd=cwd,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),

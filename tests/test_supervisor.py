@@ -1,5 +1,6 @@
 """The process around the screen: what it leaves behind when the screen's own dies."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,16 +46,26 @@ def program(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     """A program on a terminal whose screen is the statements it is given."""
     terminals = []
 
-    def start(body: str, before: str = "", shell: bool = False) -> Terminal:
+    def start(
+        body: str,
+        before: str = "",
+        shell: bool = False,
+        term: str = "xterm-256color",
+        **variables: str,
+    ) -> Terminal:
         script = tmp_path / "program.py"
         lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
         script.write_text(before + PROGRAM.replace("BODY", lines))
         argv = [sys.executable, str(script)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PS1": "$ "}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PS1": "$ ", **variables}
         if shell:
             argv = ["bash", "--norc", "--noprofile", "-i"]
-        terminals.append(Terminal(argv, environment))
-        return terminals[-1]
+        terminal = Terminal(argv, environment, term=term)
+        terminals.append(terminal)
+        if shell:
+            terminal.wait_for(r"\$")
+            terminal.type(f"{sys.executable} {script}\r")
+        return terminal
 
     yield start
     for terminal in terminals:
@@ -150,26 +162,183 @@ time.sleep(60)
     assert terminal.wait_for_exit() == 7
 
 
-def test_ctrl_c_of_the_terminal_is_the_childs_alone(program: Callable[..., Terminal]) -> None:
+def test_where_a_signal_ended_it_as_asked_nothing_is_unexpected(
+    program: Callable[..., Terminal],
+) -> None:
+    terminal = program("print('pid', flush=True); time.sleep(60)")
+    terminal.wait_for("pid")
+    terminal._process.send_signal(signal.SIGTERM)
+    assert terminal.wait_for_exit() == 128 + signal.SIGTERM
+    assert terminal.output == b"pid\r\n"
+    terminal.assert_sane()
+
+
+@pytest.mark.parametrize("before", ["", AS_ON_A_MAC])
+def test_ctrl_c_of_the_terminal_comes_once(program: Callable[..., Terminal], before: str) -> None:
     terminal = program(
         """
-try:
-    print("ready", flush=True)
-    time.sleep(60)
-except KeyboardInterrupt:
-    time.sleep(0.2)
-    return 130
-"""
+times = []
+signal.signal(signal.SIGINT, lambda *_: times.append(1))
+print("ready", flush=True)
+while not times:
+    time.sleep(0.01)
+time.sleep(0.3)
+return len(times)
+""",
+        before,
     )
     terminal.wait_for("ready")
     terminal.type("\x03")
-    assert terminal.wait_for_exit() == 130
-    assert b"Traceback" not in terminal.output
+    assert terminal.wait_for_exit() == 1
 
 
-def test_stopping_and_going_on_from_a_shell(
-    program: Callable[..., Terminal], tmp_path: Path
+@pytest.mark.parametrize("before", ["", AS_ON_A_MAC])
+def test_without_its_parent_the_child_restores_the_terminal_and_ends(
+    program: Callable[..., Terminal], tmp_path: Path, before: str
 ) -> None:
+    alive = tmp_path / "alive"
+    terminal = program(
+        f"""
+import fcntl
+lock = open({str(alive)!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+full_screen()
+sys.stderr.write(f"parent {{os.getppid()}} ")
+while True:
+    sys.stderr.write("drawn\\n")
+""",
+        before,
+        shell=True,
+    )
+    terminal.wait_for_output(rb"parent \d+ drawn")
+    os.kill(int(re.findall(rb"parent (\d+)", terminal.output)[0]), signal.SIGKILL)
+    end = time.monotonic() + 60
+    with alive.open() as lock:
+        while True:
+            terminal.read()
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            assert time.monotonic() < end, "the child lives on"
+    while terminal.read(0.2):
+        pass
+    _, restored, after = terminal.output.rpartition(b"\x1b[?1049l")
+    assert restored
+    assert b"drawn" not in after
+    terminal.type("exit\r")
+    terminal.wait_for_exit()
+    terminal.assert_sane()
+
+
+SCREEN = """
+from textual.app import App
+from textual.widgets import Input, Static
+from tqchat.tui.terminal import use_terminal_driver
+class Screen(App):
+    def compose(self):
+        yield Static("Everything")
+        yield Input()
+    def on_input_submitted(self):
+        self.exit(5)
+print("starting", os.getpid(), flush=True)
+time.sleep(0.2)
+use_terminal_driver()
+code = Screen().run()
+print("ended in order", flush=True)
+return code
+"""
+
+
+def test_what_is_typed_early_is_in_the_prompt(program: Callable[..., Terminal]) -> None:
+    terminal = program(SCREEN)
+    terminal.wait_for("starting")
+    terminal.type("early words")
+    terminal.wait_for("▊ +early words")
+    assert terminal.output.count(b"early words") == 1
+    # Enter is Enter, not a new line.
+    terminal.type("\r")
+    assert terminal.wait_for_exit() == 5
+    terminal.assert_sane()
+
+
+def test_early_enter_is_enter(program: Callable[..., Terminal]) -> None:
+    terminal = program(SCREEN)
+    terminal.wait_for("starting")
+    terminal.type("early words\r")
+    assert terminal.wait_for_exit() == 5
+    terminal.assert_sane()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
+def test_signals_end_the_screen_in_order(
+    program: Callable[..., Terminal], number: signal.Signals
+) -> None:
+    terminal = program(SCREEN)
+    terminal.wait_for("Everything")
+    terminal._process.send_signal(number)
+    assert terminal.wait_for_exit() == 128 + number
+    assert terminal.output.endswith(b"ended in order\r\n")
+    terminal.assert_sane()
+
+
+def test_an_interrupt_of_the_child_ends_the_screen_in_order(
+    program: Callable[..., Terminal],
+) -> None:
+    terminal = program(SCREEN)
+    terminal.wait_for("Everything")
+    os.kill(int(re.findall(rb"starting (\d+)", terminal.output)[0]), signal.SIGINT)
+    assert terminal.wait_for_exit() == 130
+    assert terminal.output.endswith(b"ended in order\r\n")
+
+
+def test_after_a_stop_all_of_the_screen_is_drawn(program: Callable[..., Terminal]) -> None:
+    terminal = program(SCREEN, shell=True)
+    terminal.wait_for("Everything")
+    child = int(re.findall(rb"starting (\d+)", terminal.output)[0])
+    # The second cannot be caught.
+    for turn, number in enumerate((signal.SIGTSTP, signal.SIGSTOP), 1):
+        os.kill(child, number)
+        terminal.wait_for_output(rb"(?s)(Stopped.*){%d}" % turn)
+        terminal.type("clear\r")
+        terminal.wait_for(r"^\$ *\n")
+        assert "Everything" not in terminal.text
+        terminal.type("fg\r")
+        terminal.wait_for("Everything")
+        terminal.type(f"{turn}")
+        terminal.wait_for("▊ +12" if turn == 2 else "▊ +1")
+    terminal.type("\r")
+    terminal.wait_for(r"in order[^\n]*\n\$ ")
+    terminal.type("echo code $?; exit\r")
+    terminal.wait_for_exit()
+    assert b"code 5" in terminal.output
+    terminal.assert_sane()
+
+
+def test_where_the_locale_says_nothing_the_terminal_has_utf_8(
+    program: Callable[..., Terminal],
+) -> None:
+    terminal = program("sys.stderr.write('a · b')", LC_ALL="POSIX", PYTHONUTF8="0")
+    assert terminal.wait_for_exit() == 0
+    assert terminal.output.decode() == "a · b"
+
+
+def test_what_the_terminal_cannot_show_is_a_question_mark(program: Callable[..., Terminal]) -> None:
+    terminal = program("sys.stderr.write('a · → b')", PYTHONIOENCODING="latin-1")
+    assert terminal.wait_for_exit() == 0
+    assert terminal.output == b"a \xb7 ? b"
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_terminal_without_a_cursor_is_refused(
+    program: Callable[..., Terminal], term: str
+) -> None:
+    terminal = program("print('screen')", term=term)
+    assert terminal.wait_for_exit() == 2
+    assert terminal.output.count(b"\n") == 1
+    assert b"ask with -p" in terminal.output
+
+
+def test_stopping_and_going_on_from_a_shell(program: Callable[..., Terminal]) -> None:
     terminal = program(
         """
 def go_on(*_):
@@ -186,8 +355,6 @@ while True:
 """,
         shell=True,
     )
-    terminal.wait_for(r"\$")
-    terminal.type(f"{sys.executable} {tmp_path}/program.py\r")
     terminal.wait_for("running")
     for turn in range(1, 3):
         terminal.type("z")

@@ -1,10 +1,15 @@
-"""What reaches us from the terminal: pasted text stays one paste, whatever bytes are in it.
+"""The terminal: starting, stopping and ending on it, and what reaches us from it.
 
-Textual's parser takes an escape character inside a bracketed paste for the start of a key, and what
-follows for keys, a carriage return among them: a paste could press Enter. (Most terminals filter
-escapes out of a paste; tmux, ssh and web terminals may not.)
+Pasted text stays one paste, whatever bytes are in it. Textual's parser takes an escape character
+inside a bracketed paste for the start of a key, and what follows for keys, a carriage return among
+them: a paste could press Enter. (Most terminals filter escapes out of a paste; tmux, ssh and web
+terminals may not.)
 """
 
+import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Generator, Iterable
 
 from textual import events
@@ -13,6 +18,9 @@ from textual._xterm_parser import (
     BRACKETED_PASTE_START,
     XTermParser,
 )
+from textual.app import ScreenStackError
+from textual.drivers import linux_driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
 
 _MODIFIED_ENTER = {
@@ -79,8 +87,50 @@ class TerminalParser(XTermParser):
         return data[at + len(BRACKETED_PASTE_END) :]
 
 
-def use_terminal_parser() -> None:
-    """Makes Textual's terminal drivers use `TerminalParser`."""
-    from textual.drivers import linux_driver
+class TerminalDriver(LinuxDriver):
+    """Reads nothing before there is a prompt to take it, draws all of the screen after a stop, and
+    ends the application when a signal asks for that: its exit code is 128 and the signal."""
 
-    linux_driver.XTermParser = TerminalParser  # type: ignore[attr-defined]
+    _is_on = False
+    _has_prompt = False
+
+    def start_application_mode(self) -> None:
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        self._is_on = True
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._app.exit, 128 + number)
+
+    def stop_application_mode(self) -> None:
+        self._is_on = False
+        super().stop_application_mode()
+
+    def run_input_thread(self) -> None:
+        linux_driver.XTermParser = TerminalParser  # type: ignore[attr-defined]
+        while not self._has_prompt and not self.exit_event.wait(0.01):
+            with contextlib.suppress(ScreenStackError):
+                self._has_prompt = self._app.focused is not None
+        super().run_input_thread()
+
+    def _sigtstp_application(self, *_: object) -> None:
+        if self._is_on:
+            super()._sigtstp_application()
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _sigcont_application(self, *_: object) -> None:
+        if self._is_on:
+            # Stopped by what cannot be caught. The terminal may have changed since.
+            self.suspend_application_mode()
+        elif not self._must_signal_resume:
+            return
+        self.resume_application_mode()
+        asyncio.get_running_loop().call_soon_threadsafe(self._draw_all)
+
+    def _draw_all(self) -> None:
+        self._app.screen.refresh()
+
+
+def use_terminal_driver() -> None:
+    """Makes Textual read and draw with `TerminalDriver`."""
+    linux_driver.LinuxDriver = TerminalDriver  # type: ignore[misc]
