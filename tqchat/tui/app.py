@@ -851,7 +851,9 @@ class ChatApp(App[int]):
     def action_edit_prompt(self) -> None:
         """Opens the whole prompt in the editor; tokens stay tokens."""
         if (text := self._edited(self._prompt.text)) is not None:
-            self._prompt.text = self._prompt.fold(clean_paste(text).rstrip("\n"))
+            text = clean_paste(text).rstrip("\n")
+            has_tokens = self._prompt.attachments.inside(text)
+            self._prompt.text = text if has_tokens else self._prompt.fold(text)
             self._prompt.move_cursor(self._prompt.document.end)
 
     def _edited(self, text: str) -> str | None:
