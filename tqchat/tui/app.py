@@ -64,6 +64,8 @@ from tqchat.tui.widgets.prompt import CommandMenu, Prompt
 log = logging.getLogger(__name__)
 
 TICK_S = 1 / 15
+# While nothing happens, only every so many ticks look whether anything is to be drawn.
+IDLE_TICKS = 5
 _HINT_S = 4.0
 _MOMENT_S = 0.5
 _PAUSE_S = 0.3
@@ -293,6 +295,9 @@ class ChatApp(App[int]):
 
     def _tick(self) -> None:
         self._ticks += 1
+        heard = self._engine is not None and self._engine.events
+        if not (self.busy or heard or self._open_fault) and self._ticks % IDLE_TICKS:
+            return
         if self._ticks % 2:
             self._activity.tick()
         self._drain()
