@@ -120,8 +120,9 @@ class TerminalDriver(LinuxDriver):
 
     def _sigcont_application(self, *_: object) -> None:
         if self._is_on:
-            # Stopped by what cannot be caught. The terminal may have changed since.
-            self.suspend_application_mode()
+            # Stopped by what cannot be caught; the parent process has restored the terminal.
+            self.disable_input()
+            self.close()
         elif not self._must_signal_resume:
             return
         self.resume_application_mode()
