@@ -64,8 +64,8 @@ from tqchat.tui.widgets.prompt import CommandMenu, Prompt
 log = logging.getLogger(__name__)
 
 TICK_S = 1 / 15
-# While nothing happens, only every so many ticks look whether anything is to be drawn.
-IDLE_TICKS = 5
+# While nothing happens, every wake-up costs more than what there is to do.
+IDLE_TICK_S = 0.4
 _HINT_S = 4.0
 _MOMENT_S = 0.5
 _PAUSE_S = 0.3
@@ -205,6 +205,7 @@ class ChatApp(App[int]):
         self._waiting: deque[_Waiting] = deque()
         self._hint = ("", 0.0)
         self._ticks = 0
+        self._resting = False
         self._draw_at = 0.0
         self._text: list[str] = []
         self._last_usage: Usage | None = None
@@ -252,7 +253,8 @@ class ChatApp(App[int]):
             self.push_screen(SessionPicker(self._record.rename), self._start_with)
         else:
             self.call_after_refresh(self._opener.start)
-        self.set_interval(TICK_S, self._tick)
+        self._timer = self.set_interval(TICK_S, self._tick)
+        self.set_interval(IDLE_TICK_S, self._idle_tick)
 
     def _start_with(self, session_id: str | None) -> None:
         self._go_on(session_id)
@@ -295,9 +297,6 @@ class ChatApp(App[int]):
 
     def _tick(self) -> None:
         self._ticks += 1
-        heard = self._engine is not None and self._engine.events
-        if not (self.busy or heard or self._open_fault) and self._ticks % IDLE_TICKS:
-            return
         if self._ticks % 2:
             self._activity.tick()
         self._drain()
@@ -308,6 +307,15 @@ class ChatApp(App[int]):
             # Never more than a tenth of the time goes into drawing, however slow that is.
             self._draw_at = monotonic() + min(9 * (monotonic() - began), 1.0)
         self._draw_bars()
+        self._resting = not self.busy
+        if self._resting:
+            self._timer.pause()
+        else:
+            self._timer.resume()
+
+    def _idle_tick(self) -> None:
+        if self._resting:
+            self._tick()
 
     def _drain(self) -> None:
         if self._open_fault is not None:
@@ -467,6 +475,7 @@ class ChatApp(App[int]):
             self._record.talk.prompt(), self._settings.sampling, self._settings.max_tokens
         )
         self._turn = _Turn(number, waiting.question, waiting.text, waiting.shown)
+        self._timer.resume()
         self._reading = None
 
     def _token(self, text: str) -> bool:

@@ -62,6 +62,8 @@ class Prompt(TextArea):
             compact=True,
             placeholder="Ask anything  ·  / for commands",
         )
+        # Blinking draws twice a second, for as long as the program waits.
+        self.cursor_blink = False
         self._menu = menu
         self._history: list[str] = []
         self._recalled: int | None = None
