@@ -184,9 +184,11 @@ def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: 
 
 
 def test_a_model_that_cannot_be_read(chat: Callable[..., Terminal], tmp_path: Path) -> None:
-    terminal = chat(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    terminal = chat(empty)
     terminal.wait_for(r"● no model")
-    terminal.wait_for(r"nowhere")
+    terminal.wait_for(r"no config.json")
     ask(terminal, "Hello")
     terminal.wait_for(r"No model is loaded")
     terminal.wait_for(r"│ Hello")
