@@ -172,8 +172,10 @@ def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: 
     terminal.paste("x" * 3000)
     terminal.wait_for(r"\[pasted 1: 3,000 tokens, 2.9 KB\]")
     terminal.type("\r")
-    excess = int(terminal.wait_for(r"([\d,]+)\s+more than")[1].replace(",", ""))
+    excess = int(terminal.wait_for(r"([\d,]+) tokens too long")[1].replace(",", ""))
     assert 2000 < excess < 2200
+    terminal.type("\x1b")
+    terminal.wait_for(r"([\d,]+) more than the\s")
     terminal.wait_for(r"│ \[pasted 1: 3,000 tokens, 2.9 KB\]")
     assert terminal.wait_for(r"(\d+) of 1,000")[1] == held
     # Taken out again, the conversation goes on.
@@ -188,7 +190,7 @@ def test_a_model_that_cannot_be_read(chat: Callable[..., Terminal], tmp_path: Pa
     empty.mkdir()
     terminal = chat(empty)
     terminal.wait_for(r"● no model")
-    terminal.wait_for(r"no config.json")
+    terminal.wait_for(r"so it is not a model")
     ask(terminal, "Hello")
     terminal.wait_for(r"No model is loaded")
     terminal.wait_for(r"│ Hello")
