@@ -41,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `tqchat` command. Returns the exit code: 2 for bad input, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
+    ctrl_c = _CtrlC()
     try:
         _log_to_file()
         if arguments and arguments[0] in SUBCOMMANDS:
+            ctrl_c.raise_again()
             return _subcommand(arguments[0], arguments[1:])
-        return _chat(_parser().parse_args(arguments))
+        return _chat(_parser().parse_args(arguments), ctrl_c)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
@@ -68,7 +70,7 @@ def _open_missing_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def _chat(options: argparse.Namespace) -> int:
+def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
     disk_budget = int(options.disk_budget * 2**30)
     engine_options = EngineOptions(options.kv, options.context, options.threads, disk_budget)
     sampling = Sampling(
@@ -87,10 +89,13 @@ def _chat(options: argparse.Namespace) -> int:
             fail("The output is not a terminal: ask with -p, or pipe a question in.")
         from tqchat.supervisor import supervise
 
+        ctrl_c.raise_again()
         return supervise(lambda: _screen(options, engine_options, sampling))
     from tqchat.chat.documents import LARGEST_BYTES, decode, read_document, with_documents
     from tqchat.chat.errors import ChatError
 
+    # What is piped in may take as long as it likes to come.
+    ctrl_c.raise_again()
     try:
         documents = [read_document(Path(path).expanduser()) for path in options.file]
         if piped:
@@ -110,7 +115,7 @@ def _chat(options: argparse.Namespace) -> int:
         fail(str(error))
     if not question and not documents:
         fail("There is no question: write it after -p, or pipe it in.")
-    ctrl_c = _CtrlC()
+    ctrl_c.hold()
     _require_mlx()
     from tqchat.headless import answer
 
@@ -286,6 +291,10 @@ class _CtrlC:
 
     def __init__(self) -> None:
         self.pressed = False
+        self.hold()
+
+    def hold(self) -> None:
+        """From now on it is remembered."""
         signal.signal(signal.SIGINT, self._press)
 
     def _press(self, number: int, frame: FrameType | None) -> None:

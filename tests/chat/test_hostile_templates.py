@@ -128,7 +128,7 @@ def test_the_process_is_told_no_secrets(
 
 def test_ctrl_c_in_the_middle_leaves_no_answer_behind(impatient: Renderer) -> None:
     GOOD.render(MESSAGES)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         ChatTemplate(HANGS["loops"]).render(MESSAGES)
     assert GOOD.render([Message("user", "Next")]) == "Next"
