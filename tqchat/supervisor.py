@@ -104,6 +104,8 @@ def _in_child(run: Callable[[], int], alive: int, settings: _Settings) -> int:
 
 
 def _end_with_parent(alive: int, settings: _Settings) -> None:
+    # A signal that this thread got would not wake the one that has to handle it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     os.read(alive, 1)
     try:
         # What the screen still draws goes nowhere.
