@@ -1,10 +1,14 @@
 """What all tests share: the built-in model, and folders that are not the user's own."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tqchat.models import builtin
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
