@@ -29,8 +29,10 @@ def _cpu(threads: int | None) -> Backend:
         from tqchat.kernels.cpu.backend import CPU
     except ImportError:
         plain = Backend(mx.float32)
+        # At some 8 tokens per second, a stop should be heard within seconds.
+        plain.prefill_chunk = 32
         plain.note = (
-            "The native CPU kernels are not built, so this computes up to a hundred times slower. "
+            "The native CPU kernels are not built, so this computes many times slower. "
             "Install a C compiler (gcc or clang), then reinstall tqchat."
         )
         return plain

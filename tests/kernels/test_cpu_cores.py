@@ -59,6 +59,8 @@ def test_without_native_kernels_the_slow_path_says_so(monkeypatch: pytest.Monkey
     backend = select(mx.float16)
     if mx.default_device().type == mx.cpu:
         assert "compiler" in backend.note
+        # So slow a path hears of a stop between small chunks alone.
+        assert backend.prefill_chunk <= 32
         assert backend.name == "plain MLX"
 
 
