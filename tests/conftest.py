@@ -4,11 +4,20 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tqchat.models import builtin
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples on every machine, however slow. To search for new ones instead:
+# pytest --hypothesis-profile=search
+settings.register_profile("search", max_examples=2000, deadline=None)
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

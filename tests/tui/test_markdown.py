@@ -85,6 +85,7 @@ def test_streamed_equals_rendered_at_once(text: str, data: st.DataObject | None)
 
 
 @given(DOCUMENTS)
+@example("-\n\n  continued\n2. second")
 def test_cuts_do_not_change_what_is_read(text: str) -> None:
     splitter = Splitter()
     chunks = [*splitter.feed(text), *splitter.finish()]
@@ -118,6 +119,11 @@ def test_list_items_keep_their_numbers_across_pieces() -> None:
 
 def test_list_wraps_under_its_text() -> None:
     assert plain("- aa bb cc dd", 10) == ["\u2022 aa bb cc", "  dd"]
+
+
+def test_an_item_goes_on_after_a_blank_line_once_it_has_text() -> None:
+    assert plain("-\n  one\n\n  two") == ["\u2022 one", "", "  two"]
+    assert plain("-\n\n  one") == ["\u2022", "", "one"]
 
 
 def test_code_keeps_its_lines_and_shows_its_language() -> None:

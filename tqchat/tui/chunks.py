@@ -121,6 +121,8 @@ class Splitter:
             return False
         indent = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip(" "))
         in_quote = bool(_QUOTE.match(self._lines[0]))
+        if self._kind == "item" and self._blank and self._is_empty_item():
+            return False
         if self._kind == "item" or in_quote:
             if _QUOTE.match(line) if in_quote else indent >= self._indent:
                 self._lazy = False
@@ -139,6 +141,11 @@ class Splitter:
         if (item := _ITEM.match(line)) and item.group(4) and item.group(3) in (None, "1"):
             return False  # the items that may interrupt a paragraph
         return not _starts_block(line)
+
+    def _is_empty_item(self) -> bool:
+        """Whether the open item has no text yet: it takes one blank line (its own), not two."""
+        item = _ITEM.match(self._lines[0])
+        return item is not None and not "\n".join(self._lines)[item.end() :].strip()
 
     def _is_complete(self) -> bool:
         """Whether the open chunk ends in a heading or a rule, which takes one line."""
