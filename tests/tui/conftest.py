@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from tests.tui.fake_engine import FakeEngine
 from tqchat.chat.sessions import Session
 from tqchat.tui import themes
-from tqchat.tui.app import TICK_S, ChatApp, Settings
+from tqchat.tui.app import ChatApp, Settings
 from tqchat.tui.widgets.bars import Activity
 from tqchat.tui.widgets.prompt import Prompt
 
@@ -92,10 +92,12 @@ class Chat:
             raise AssertionError(f"{texts} not in:\n{self.screen_text}") from None
 
     async def settle(self) -> None:
-        """Waits until the timer has nothing more to draw."""
+        """Waits until the timer has nothing more to draw. Its ticks are given here: an idle screen
+        has them too seldom to wait for."""
         seen, same = "", 0
         while same < 4:
-            await asyncio.sleep(TICK_S)
+            self.app._tick()
+            await self.pilot.pause(0.02)
             same = same + 1 if self.screen_text == seen else 0
             seen = self.screen_text
 
