@@ -55,8 +55,8 @@ def make_app(
 
 
 async def wait_until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
-    """Waits for something the screen does on its timer. Fails after five seconds."""
-    for _ in range(250):
+    """Waits for something the screen does on its timer. Fails after half a minute."""
+    for _ in range(1500):
         if condition():
             return
         await asyncio.sleep(0.02)
