@@ -16,26 +16,30 @@ from tqchat.kernels.layout import BLOCK, GROUP
 FP16_MAX = 65504.0
 
 
-def quantize(x: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
+def quantize(x: mx.array, axis: int, bits: int = 4) -> tuple[mx.array, mx.array, mx.array]:
     """Quantise x, any shape and float type, over one axis.
 
-    Returns codes (int32, x's shape) and scale and mid (fp16, with size 1 along axis).
+    Returns codes (int32, x's shape, -half to half - 1 with half = 2 ** (bits - 1)) and scale and
+    mid (fp16, with size 1 along axis).
     """
+    half = 1 << (bits - 1)
     x = x.astype(mx.float32)
     x = mx.clip(mx.where(mx.isnan(x), 0.0, x), -FP16_MAX, FP16_MAX)
     low = x.min(axis=axis, keepdims=True)
     high = x.max(axis=axis, keepdims=True)
-    step = (high - low) / 15.0
-    mid = (low + 8.0 * step).astype(mx.float16)
+    step = (high - low) / (2.0 * half - 1.0)
+    mid = (low + half * step).astype(mx.float16)
     scale = step.astype(mx.float16)
     divisor = scale.astype(mx.float32)
     divisor = mx.where(divisor == 0, mx.array(float("inf")), divisor)
-    codes = mx.clip(mx.round((x - mid.astype(mx.float32)) / divisor), -8, 7)
+    codes = mx.clip(mx.round((x - mid.astype(mx.float32)) / divisor), -half, half - 1)
     return codes.astype(mx.int32), scale, mid
 
 
-def _finite(x: mx.array) -> mx.array:
-    """At the end of fp16's range, rounded parameters may lead past it."""
+def dequantize(codes: mx.array, scale: mx.array, mid: mx.array) -> mx.array:
+    """The reverse of `quantize`, but for what rounding lost, in float32."""
+    x = mid.astype(mx.float32) + scale.astype(mx.float32) * codes.astype(mx.float32)
+    # At the end of fp16's range, rounded parameters may lead past it.
     return mx.clip(x, -FP16_MAX, FP16_MAX)
 
 
@@ -90,8 +94,8 @@ def unseal(tiles: mx.array) -> tuple[mx.array, mx.array]:
     dim = words // 10
     k_words, k_params, v_words, v_params = mx.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
     k_scale, k_mid = unpack_parameters(k_params.reshape(heads, n, 1, dim))
-    k = _finite(k_mid + k_scale * unpack_codes(k_words.reshape(heads, n, BLOCK, dim // 8)))
+    k = dequantize(unpack_codes(k_words.reshape(heads, n, BLOCK, dim // 8)), k_scale, k_mid)
     v_scale, v_mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
     v_codes = unpack_codes(v_words.reshape(heads, n, BLOCK, dim // GROUP, GROUP // 8))
-    v = _finite(v_mid + v_scale * v_codes)
+    v = dequantize(v_codes, v_scale, v_mid)
     return k.reshape(heads, n * BLOCK, dim), v.reshape(heads, n * BLOCK, dim)
