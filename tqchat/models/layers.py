@@ -4,7 +4,7 @@ Shapes have no batch axis: hidden states are (tokens, hidden_size).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -24,8 +24,20 @@ class LayerCache(Protocol):
         """Tokens held, and so the position of the next one."""
         ...
 
-    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
-        """Take in K and V (n_kv_heads, tokens, head_dim); attend q (n_heads, tokens, head_dim)."""
+    def attend(
+        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+    ) -> Array:
+        """Take in K and V (n_kv_heads, tokens, head_dim); attend q (n_heads, tokens, head_dim).
+
+        sinks: (n_heads,), a logit per head that joins the softmax without a value. How far back a
+        token sees is the cache's own (`KVLayer.window`).
+        """
+        ...
+
+    def share(
+        self, q: Array, k: Array, v: Array, scale: float
+    ) -> tuple[Array, Callable[[Array, float], Array]]:
+        """`attend`, and a call by which other layers' queries of the same tokens see the same."""
         ...
 
 

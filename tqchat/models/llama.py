@@ -8,6 +8,7 @@ import mlx.core as mx
 from tqchat.kernels import GROUP, Array, Backend
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
+from tqchat.models.kv import KVLayer
 from tqchat.models.layers import LayerCache, RoPE, Weights, rope_periods
 
 MAX_HEAD_DIM = 512
@@ -29,6 +30,10 @@ class LlamaConfig:
     rope_periods: tuple[float, ...]
     tie_word_embeddings: bool
     context: int
+
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        return (KVLayer(self.n_kv_heads, self.head_dim),) * self.n_layers
 
     @property
     def n_parameters(self) -> int:

@@ -9,13 +9,19 @@ import mlx.core as mx
 from tqchat.kernels import Backend
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
+from tqchat.models.kv import KVLayer
 from tqchat.models.layers import LayerCache, Weights
 from tqchat.models.llama import Llama, LlamaConfig
 
 
 class Shape(Protocol):
-    """What of a model's config decides its memory. `context` is what it was trained for."""
+    """What of a model's config decides its memory. `context` is what it was trained for.
 
+    `kv_layers`: one for each cache that the model is called with, in order.
+    """
+
+    @property
+    def kv_layers(self) -> Sequence[KVLayer]: ...
     @property
     def n_layers(self) -> int: ...
     @property

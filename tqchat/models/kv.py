@@ -1,0 +1,15 @@
+"""What a model's layers keep of a token in their KV caches."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer's cache; a layer that reads another's has none of its own.
+
+    window: a token sees itself and the window - 1 before it; None: all before it.
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    window: int | None = None
