@@ -20,6 +20,7 @@ from tqchat.engine.events import (
     Finished,
     Loaded,
     Loading,
+    Planned,
     Prefilling,
     Sampling,
     Stats,
@@ -123,7 +124,9 @@ def test_a_turn_in_events(folder: Path, started: Callable[..., Engine]) -> None:
     """Prefilling up to the whole prompt, then tokens, then one Finished that sums them up."""
     engine = started(folder)
     turn = engine.generate(said(LONG), GREEDY, 12)
-    events = [event for event in until(engine, Finished, Failed) if not isinstance(event, Stats)]
+    events = [
+        event for event in until(engine, Finished, Failed) if not isinstance(event, Stats | Planned)
+    ]
     kinds = [type(event) for event in events]
     n_chunks = kinds.count(Prefilling)
     assert kinds == [Prefilling] * n_chunks + [Token] * (len(kinds) - n_chunks - 1) + [Finished]

@@ -76,6 +76,23 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """What reading a turn's prompt will take, told before it begins.
+
+    `tokens` are those to read: what the cache holds already is not among them. `seconds` is an
+    estimate from an earlier long prompt; None if this model has read none on this machine, and then
+    it is told once more, with an estimate, when the first chunks are read. `peak` is the most bytes
+    that this process will use on the device while it reads, `free` what that leaves of the limit.
+    """
+
+    turn: int
+    tokens: int
+    seconds: float | None
+    peak: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilling:
     """`done` of `total` prompt tokens are in the cache, `cached` of them from earlier turns."""
 
@@ -150,7 +167,17 @@ class Counted:
 
 
 Event: TypeAlias = (
-    Loading | Loaded | Prefilling | Token | Stats | Finished | Failed | TakenUp | Note | Counted
+    Loading
+    | Loaded
+    | Planned
+    | Prefilling
+    | Token
+    | Stats
+    | Finished
+    | Failed
+    | TakenUp
+    | Note
+    | Counted
 )
 
 

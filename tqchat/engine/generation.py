@@ -16,6 +16,7 @@ from tqchat.engine.events import (
     Finished,
     FinishReason,
     Memory,
+    Planned,
     Prefilling,
     Sampling,
     Stats,
@@ -23,6 +24,7 @@ from tqchat.engine.events import (
     Usage,
 )
 from tqchat.engine.loading import LoadedModel
+from tqchat.engine.pace import Pace
 from tqchat.engine.sampler import Rules, sample, token_id
 from tqchat.engine.saved import Identity, SavedCache
 from tqchat.engine.step import CompiledStep
@@ -87,6 +89,9 @@ class Session:
         self._caches: list[KVCache] = []
         self._saved: SavedCache | None = None
         self._compiled: CompiledStep | None = None
+        info = loaded.info
+        on = f"{loaded.fingerprint} {info.device} {loaded.backend.name} {info.kv}"
+        self._pace = Pace(loaded.model.shape, on)
         self.clear()
 
     def clear(self) -> None:
@@ -235,6 +240,21 @@ class Session:
             "programs."
         )
 
+    def _planned(self, number: int, tokens: int) -> Planned:
+        """For a prompt of so many tokens in all."""
+        held = len(self._held)
+        now, more = self.memory(), self._more_bytes(tokens)
+        peak = now.weights + now.kv + now.other + more
+        seconds = self._pace.seconds(held, tokens)
+        return Planned(number, tokens - held, seconds, peak, now.free - more)
+
+    def _more_bytes(self, tokens: int) -> int:
+        """What reading takes at most, besides what is allocated now."""
+        shape, kv = self._loaded.model.shape, self._loaded.info.kv
+        allocated = sum(cache.nbytes_allocated for cache in self._caches)
+        chunk = self._loaded.backend.prefill_chunk
+        return max(0, plan.need(shape, 0, tokens, kv, chunk).total - allocated)
+
     def _turn(
         self,
         number: int,
@@ -256,10 +276,16 @@ class Session:
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
         chunk = self._loaded.backend.prefill_chunk
+        yield self._planned(number, len(prompt))
         yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
         while True:
+            known = self._pace.known
             logits = self.feed(prompt[len(self._held) : len(self._held) + chunk])
             clock.prefilled = len(self._held) - clock.cached_tokens
+            elapsed = time.perf_counter() - clock.started
+            self._pace.measured(clock.cached_tokens, len(self._held), elapsed)
+            if self._pace.known > known and len(self._held) < len(prompt):
+                yield self._planned(number, len(prompt))
             yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)
             if clock.stats_due():
                 yield Stats(clock.usage(), self.cache_use(), self.memory())
@@ -268,6 +294,7 @@ class Session:
                 return
             if len(self._held) == len(prompt):
                 break
+        self._pace.remember(clock.prefilled)
         detokenizer = tokenizer.stream()
         reason: FinishReason = "stop"
         for token in self._decode(logits, rules):

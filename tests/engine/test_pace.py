@@ -1,0 +1,92 @@
+"""How long a prompt will take: told from what is remembered, and remembered whatever is there."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.test_generation import GREEDY, session
+from tqchat import paths
+from tqchat.engine import pace
+from tqchat.engine.events import Planned, Prefilling
+from tqchat.engine.pace import Pace, work
+
+# SmolLM2-135M. Its prefill on a CPU ran at 724, 712 and 486 tokens per second with prompts of 128,
+# 1,024 and 4,096 tokens (README).
+SMOLLM2 = SimpleNamespace(n_layers=30, hidden_size=576, vocab_size=49152, n_parameters=134_515_008)
+
+
+def test_a_rate_tells_how_long_other_lengths_take() -> None:
+    known = Pace(SMOLLM2, "smollm2")  # type: ignore[arg-type]
+    known.measured(0, 1024, 1024 / 712)
+    assert known.seconds(0, 128) == pytest.approx(128 / 724, rel=0.2)
+    assert known.seconds(0, 4096) == pytest.approx(4096 / 486, rel=0.2)
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=3, max_size=3).map(sorted))
+def test_the_parts_take_as_long_as_the_whole(at: list[int]) -> None:
+    first, middle, last = at
+    parts = work(SMOLLM2, first, middle) + work(SMOLLM2, middle, last)  # type: ignore[arg-type]
+    assert parts == pytest.approx(work(SMOLLM2, first, last))  # type: ignore[arg-type]
+
+
+def test_it_is_remembered_for_each_model_from_long_prompts_alone() -> None:
+    for name, tokens in (("a", 5000), ("b", 2000), ("short", 500)):
+        one = Pace(SMOLLM2, name)  # type: ignore[arg-type]
+        assert one.seconds(0, 100) is None
+        one.measured(0, tokens, tokens / 100)
+        one.remember(tokens)
+    a, b, short = (Pace(SMOLLM2, name) for name in ("a", "b", "short"))  # type: ignore[arg-type]
+    assert a.seconds(0, 5000) == pytest.approx(50)
+    assert b.seconds(0, 2000) == pytest.approx(20)
+    assert not short.known
+
+
+def test_old_rates_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "REMEMBERED", 2)
+    for name in "abac":
+        one = Pace(SMOLLM2, name)  # type: ignore[arg-type]
+        one.measured(0, 2000, 1)
+        one.remember(2000)
+    assert [Pace(SMOLLM2, name).known for name in "abc"] == [True, False, True]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"a": "fast"}', '{"a": 0.0}', '{"a": NaN}', '{"a": -1.0}', "[" * 100_000, "\x00"],
+)
+def test_a_damaged_memory_is_none(text: str) -> None:
+    paths.write_private(paths.state_dir() / "prefill-rates.json", text)
+    one = Pace(SMOLLM2, "a")  # type: ignore[arg-type]
+    assert not one.known
+    one.measured(0, 2000, 1)
+    one.remember(2000)
+    assert list(json.loads((paths.state_dir() / "prefill-rates.json").read_text())) == ["a"]
+
+
+def test_a_prompt_is_planned_before_it_is_read() -> None:
+    """The first time without its seconds, which follow; later with them, for what is new alone."""
+    one = session(context=8192)
+    before = one.cache_use()
+    prompt = [1] * 3000
+    first, *events = one.turn(1, prompt, GREEDY, 1, lambda: False)
+    assert isinstance(first, Planned)
+    assert (first.tokens, first.seconds) == (3000, None)
+    assert first.peak > one.cache_use().kv_bytes - before.kv_bytes
+    begun, again = events[:2]
+    assert isinstance(begun, Prefilling)
+    assert isinstance(again, Planned)
+    assert again.seconds is not None
+    assert [event for event in events if isinstance(event, Planned)] == [again]
+
+    longer = [*prompt, *[2] * 500]
+    for other in (one, session(context=8192)):
+        held = other.cache_use().tokens
+        events = list(other.turn(2, longer, GREEDY, 1, lambda: False))
+        (plan,) = [event for event in events if isinstance(event, Planned)]
+        assert plan is events[0]
+        assert plan.tokens == 3500 - min(held, 3000)
+        assert plan.seconds is not None
+        assert plan.seconds > 0

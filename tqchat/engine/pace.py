@@ -1,0 +1,82 @@
+"""How long a prompt takes to read, told from how long the last long one took on this machine.
+
+One number is remembered for a model on a device: operations per second. Those of the matrices grow
+with the tokens read, those of attention with the square of the position, so a rate seen at 4,096
+tokens says something about 131,072. It is an estimate: the two do not run at quite the same rate.
+"""
+
+import contextlib
+import json
+import math
+
+from tqchat import paths
+from tqchat.models.registry import Shape
+
+LONG_TOKENS = 1024
+"""From so many on, a prompt's rate is worth remembering: overheads no longer count."""
+
+ENOUGH_TOKENS = 256
+"""From so many on, a rate is better than none."""
+
+REMEMBERED = 64
+"""Models and devices; the one measured longest ago gives way."""
+
+
+def work(shape: Shape, start: int, stop: int) -> float:
+    """Operations that prefill of positions `start` to `stop` takes: two per multiplication.
+
+    Attention is counted with as many query channels as the hidden state has.
+    """
+    matrices = shape.n_parameters - shape.vocab_size * shape.hidden_size
+    attention = 2 * shape.n_layers * shape.hidden_size
+    return 2.0 * (matrices * (stop - start) + attention * (stop**2 - start**2) / 2)
+
+
+class Pace:
+    """The rate of the model that `key` names on this machine."""
+
+    def __init__(self, shape: Shape, key: str) -> None:
+        self._shape = shape
+        self._key = key
+        self._rate = _read().get(key)
+
+    @property
+    def known(self) -> bool:
+        return self._rate is not None
+
+    def seconds(self, start: int, stop: int) -> float | None:
+        """How long positions `start` to `stop` will take; None while nothing was measured."""
+        return work(self._shape, start, stop) / self._rate if self._rate else None
+
+    def measured(self, start: int, stop: int, seconds: float) -> None:
+        """Positions `start` to `stop` took so long."""
+        if stop - start >= (ENOUGH_TOKENS if self._rate is None else LONG_TOKENS):
+            self._rate = work(self._shape, start, stop) / seconds
+
+    def remember(self, tokens: int) -> None:
+        """Keep the rate for the next start, if what it was measured on, `tokens`, is long."""
+        if self._rate is None or tokens < LONG_TOKENS:
+            return
+        rates = _read()
+        rates.pop(self._key, None)
+        newest = [*rates.items(), (self._key, self._rate)][-REMEMBERED:]
+        # What cannot be remembered is measured again.
+        with contextlib.suppress(OSError):
+            paths.write_private(paths.state_dir() / _NAME, json.dumps(dict(newest)))
+
+
+_NAME = "prefill-rates.json"
+
+
+def _read() -> dict[str, float]:
+    try:
+        found = json.loads((paths.state_dir() / _NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: rate
+        for key, rate in found.items()
+        if isinstance(rate, float) and math.isfinite(rate) and rate > 0
+    }
