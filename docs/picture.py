@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from tqchat.engine.events import EngineOptions, Sampling
-from tqchat.tui.app import ChatApp, Settings, open_engine
+from tqchat.tui.app import ChatApp
+from tqchat.tui.dialogue import Settings
+from tqchat.tui.engine import open_engine
 
 SIZE = (110, 36)
 QUESTIONS = ("What is the capital of France?", "Give me three tips for sleeping better.")

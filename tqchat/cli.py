@@ -153,7 +153,8 @@ def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampli
     ctrl_c = _CtrlC()
     _require_mlx()
     from tqchat.chat.errors import ChatError
-    from tqchat.tui.app import Settings, run
+    from tqchat.tui.app import run
+    from tqchat.tui.dialogue import Settings
 
     ctrl_c.raise_again()
     choose = options.resume == ""

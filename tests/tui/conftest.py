@@ -11,7 +11,8 @@ from textual.pilot import Pilot
 from tests.tui.fake_engine import FakeEngine
 from tqchat.chat.sessions import Session
 from tqchat.tui import themes
-from tqchat.tui.app import ChatApp, Settings
+from tqchat.tui.app import ChatApp
+from tqchat.tui.dialogue import Settings
 from tqchat.tui.widgets.bars import Activity
 from tqchat.tui.widgets.prompt import Prompt
 
@@ -27,8 +28,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("tqchat.tui.app.monotonic", clock)
-    monkeypatch.setattr("tqchat.tui.state.monotonic", clock)
+    for module in ("app", "dialogue", "draft", "state"):
+        monkeypatch.setattr(f"tqchat.tui.{module}.monotonic", clock)
     return clock
 
 

@@ -24,7 +24,7 @@ from tqchat.engine.events import (
     Token,
     Usage,
 )
-from tqchat.tui.app import Opened
+from tqchat.tui.engine import Opened
 
 GIB = 1024**3
 MIB = 1024**2

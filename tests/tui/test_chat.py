@@ -10,8 +10,10 @@ from textual import events
 from tests.tui.conftest import Chat, Clock, chat
 from tests.tui.fake_engine import MODEL, FakeEngine
 from tqchat.engine.events import Note, TakenUp
-from tqchat.tui.app import ChatApp, Opened, Settings
+from tqchat.tui.app import ChatApp
 from tqchat.tui.commands import COMMANDS, find
+from tqchat.tui.dialogue import Settings
+from tqchat.tui.engine import Opened
 from tqchat.tui.widgets.conversation import Conversation
 
 

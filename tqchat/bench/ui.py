@@ -37,7 +37,9 @@ from tqchat.engine.events import (
     Token,
     Usage,
 )
-from tqchat.tui.app import ChatApp, Opened, Settings, open_engine
+from tqchat.tui.app import ChatApp
+from tqchat.tui.dialogue import Settings
+from tqchat.tui.engine import Opened, open_engine
 
 Load: TypeAlias = Literal["idle", "streaming", "prefill", "decode"]
 LOADS: Sequence[Load] = get_args(Load)

@@ -35,32 +35,36 @@ COMMANDS = (
     Command(
         "clear",
         "begin a new conversation and free the cache",
-        lambda app, _: app.clear(),
+        lambda app, _: app.dialogue.clear(),
         ("clear",),
     ),
     Command(
         "reset",
         "clear, and put system prompt and sampling back",
-        lambda app, _: app.reset(),
+        lambda app, _: app.dialogue.reset(),
         ("reset",),
     ),
-    Command("retry", "answer the last message again", lambda app, _: app.retry()),
-    Command("file", "attach a text file", lambda app, name: app.attach_file(name), argument="PATH"),
+    Command("retry", "answer the last message again", lambda app, _: app.dialogue.retry()),
     Command(
-        "view", "read the text that a token stands for (F3)", lambda app, _: app.action_view_token()
+        "file", "attach a text file", lambda app, name: app.attaching.file(name), argument="PATH"
     ),
-    Command("edit", "edit that text in $EDITOR (F4)", lambda app, _: app.action_edit_token()),
-    Command("sessions", "go on with another conversation", lambda app, _: app.choose_session()),
+    Command(
+        "view",
+        "read the text that a token stands for (F3)",
+        lambda app, _: app.attaching.view_token(),
+    ),
+    Command("edit", "edit that text in $EDITOR (F4)", lambda app, _: app.attaching.edit_token()),
+    Command("sessions", "go on with another conversation", lambda app, _: app.keeping.choose()),
     Command(
         "rename",
         "give the conversation a title",
-        lambda app, title: app.rename(title),
+        lambda app, title: app.keeping.rename(title),
         argument="TITLE",
     ),
     Command(
         "export",
         "write the conversation to a file: .md, .json",
-        lambda app, name: app.export(name),
+        lambda app, name: app.keeping.export(name),
         argument="[FILE]",
     ),
     Command("copy", "copy the last answer", lambda app, _: app.copy_answer()),

@@ -1,0 +1,71 @@
+"""What would be sent: its tokens, counted once typing pauses, and the room it leaves."""
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tqchat.tui.counts import Counts
+
+if TYPE_CHECKING:
+    from tqchat.tui.app import ChatApp
+
+_PAUSE_S = 0.3
+
+
+class Draft:
+    """Says on the prompt's frame how much is in it."""
+
+    def __init__(self, app: "ChatApp") -> None:
+        self._app = app
+        self._counts = Counts()
+        self._seen = ""
+        self._count_at = 0.0
+
+    def guess(self, text: str) -> int:
+        """The tokens of a text: as counted, else what is likely."""
+        return self._counts.guess(text)
+
+    def forget(self) -> None:
+        """Another model counts otherwise."""
+        self._counts.forget()
+
+    def counted(self, number: int, tokens: int) -> None:
+        """The engine's answer to a question for tokens."""
+        self._counts.answer(number, tokens)
+        prompt = self._app.prompt
+        for one in prompt.attachments.inside(prompt.text):
+            one.tokens = self._counts.known(one.text)
+        prompt.relabel()
+
+    def count(self) -> None:
+        """Has the prompt's texts counted, once it is left alone for a moment."""
+        prompt = self._app.prompt
+        shown = prompt.text
+        if shown != self._seen:
+            self._seen, self._count_at = shown, monotonic() + _PAUSE_S
+        texts = [one.text for one in prompt.attachments.inside(shown)]
+        typed = prompt.attachments.typed(shown)
+        if monotonic() >= self._count_at:
+            texts.append(typed)
+        dialogue = self._app.dialogue
+        if dialogue.figures.model is not None and (engine := dialogue.engine) is not None:
+            for text in texts:
+                if self._counts.known(text) is None and not self._counts.is_asked(text):
+                    self._counts.ask(engine.count(text), text)
+        self._draw(shown, typed)
+
+    def _draw(self, shown: str, typed: str) -> None:
+        subtitle, full = "", False
+        dialogue, box = self._app.dialogue, self._app.box
+        cache = dialogue.figures.cache
+        if shown and cache is not None and cache.context and not shown.startswith("/"):
+            attachments = self._app.prompt.attachments
+            texts = [*(one.text for *_, one in attachments.spans(shown)), typed]
+            tokens = sum(map(self._counts.guess, texts))
+            about = "≈ " if any(self._counts.known(text) is None for text in texts) else ""
+            left = cache.context - dialogue.held - tokens
+            full = left < 0
+            rest = f"{-left:,} too many" if full else f"{left:,} left"
+            subtitle = f"{about}{tokens:,} tokens · {rest}"
+        if subtitle != box.border_subtitle:
+            box.border_subtitle = subtitle
+            box.set_class(full, "-full")

@@ -1,0 +1,83 @@
+"""Saved conversations: another one is gone on with, this one is named or exported."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqchat import paths
+from tqchat.chat.errors import ChatError
+from tqchat.tui.entries import Fault
+from tqchat.tui.screens.sessions import SessionPicker
+from tqchat.tui.text import clean_line
+
+if TYPE_CHECKING:
+    from tqchat.tui.app import ChatApp
+    from tqchat.tui.dialogue import Dialogue
+
+
+class Keeping:
+    def __init__(self, app: "ChatApp", dialogue: "Dialogue") -> None:
+        self._app = app
+        self._dialogue = dialogue
+
+    def picker(self) -> SessionPicker:
+        return SessionPicker(self._dialogue.record.rename)
+
+    def choose(self) -> None:
+        self._app.push_screen(self.picker(), self.go_on)
+
+    def go_on(self, session_id: str | None) -> None:
+        """Leaves the conversation for another one."""
+        dialogue = self._dialogue
+        record = dialogue.record
+        session = record.session
+        if session_id is None or (session is not None and session.id == session_id):
+            return
+        try:
+            session = record.open(session_id)
+        except ChatError as error:
+            self._app.conversation.append(Fault(str(error)))
+            return
+        if (engine := dialogue.engine) is not None:
+            if dialogue.turn is not None:
+                engine.stop()
+            engine.take_up(session.cache_folder)
+        dialogue.leave()
+        record.go_on(session, dialogue.given.system)
+        dialogue.show_record(session)
+
+    def rename(self, title: str) -> None:
+        record = self._dialogue.record
+        if (session := record.session) is None:
+            self._app.hint("There is no conversation yet: ask something first.")
+            return
+        try:
+            record.rename(session.id, title)
+        except ChatError as error:
+            self._app.conversation.append(Fault(str(error)))
+        else:
+            self._app.hint(f"The conversation is called: {clean_line(session.title)}")
+
+    def export(self, name: str) -> None:
+        """To a file in Markdown, or JSON if its name ends so; none is written over."""
+        if (session := self._dialogue.record.session) is None:
+            self._app.hint("There is no saved conversation to export.")
+            return
+        words = re.sub(r"[^\w]+", "-", session.title).strip("-")[:40]
+        path = Path(name or f"{words or session.id}.md").expanduser()
+        is_json = path.suffix.lower() == ".json"
+        try:
+            if os.path.lexists(path):
+                self._app.hint(f"There is one already: {clean_line(str(path))}")
+                return
+            if not path.parent.is_dir():
+                self._app.hint(f"There is no folder {clean_line(str(path.parent))}.")
+                return
+            paths.write_private(path, session.to_json() if is_json else session.to_markdown())
+        except OSError as error:
+            self._app.conversation.append(
+                Fault(f"The file cannot be written: {error.strerror}. Choose another place.")
+            )
+        else:
+            self._app.hint(f"Written to {clean_line(str(path))}")
