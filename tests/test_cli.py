@@ -114,6 +114,22 @@ def test_an_answer(tqchat, tiny) -> None:
     assert len(done.stdout) > 1
 
 
+def test_a_long_prompt_is_announced_on_a_terminal(tqchat, tiny, environment, home) -> None:
+    arguments = [tiny, "-p", "x" * 2000, *GREEDY, "--max-tokens", "3"]
+    assert tqchat(*arguments).stderr == ""
+    # The machine gets a million times slower.
+    rates = home / "state" / "tqchat" / "prefill-rates.json"
+    ((key, rate),) = json.loads(rates.read_text()).items()
+    rates.write_text(json.dumps({key: rate / 1e6}))
+    with Terminal([*TQCHAT, *map(str, arguments)], environment) as terminal:
+        terminal.wait_for(
+            r"Reading 2,0\d\d tokens takes about (\d+ h )?\d+ min.* of memory at most"
+        )
+        assert terminal.wait_for_exit() == 0
+    rates.write_text(json.dumps({key: rate / 1e6}))
+    assert tqchat(*arguments).stderr == ""
+
+
 def test_paris(tqchat, smollm2_gguf) -> None:
     """From the .gguf itself."""
     done = tqchat(smollm2_gguf, "-p", "What is the capital of France?", *GREEDY, "--json")

@@ -17,13 +17,18 @@ from tqchat.engine.events import (
     Loaded,
     Loading,
     Note,
+    Planned,
     Prefilling,
     Sampling,
     Token,
 )
 from tqchat.tui.text import clean
+from tqchat.units import bytes_text, seconds_text
 
 GRACE_S = 3.0
+
+LONG_S = 10.0
+"""A prompt that takes longer to read is announced."""
 
 
 def answer(
@@ -76,6 +81,8 @@ def answer(
                         session.use_model(info.name)
                     for note in info.notes:
                         print(f"tqchat: {note}", file=sys.stderr)
+                case Planned(seconds=float(seconds)) if seconds > LONG_S:
+                    status.say(_announcement(event, seconds))
                 case Prefilling(done=done, total=total):
                     status.show(f"Reading the prompt: {_percent(done, total)}")
                 case Note(text):
@@ -170,6 +177,13 @@ def _report(finished: Finished, as_json: bool, stats: bool) -> None:
         )
 
 
+def _announcement(plan: Planned, seconds: float) -> str:
+    return (
+        f"Reading {plan.tokens:,} tokens takes about {seconds_text(seconds)} and "
+        f"{bytes_text(plan.peak)} of memory at most; {bytes_text(plan.free)} stays free."
+    )
+
+
 def _percent(done: int, total: int) -> str:
     return f"{100 * done // total}%" if total else f"{done / 2**20:.0f} MiB"
 
@@ -186,6 +200,12 @@ class _Status:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
             self._shown = True
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._terminal:
+            self.clear()
+            sys.stderr.write(f"{text}\n")
 
     def clear(self) -> None:
         if self._shown:

@@ -15,3 +15,15 @@ def bytes_text(count: float) -> str:
 def file_size_text(count: float) -> str:
     """The same as file managers write it: 524288 -> "512 KB"."""
     return bytes_text(count).replace("iB", "B")
+
+
+def seconds_text(seconds: float) -> str:
+    """0.84 -> "0.8 s", 95 -> "1 min 35 s", 4000 -> "1 h 7 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from tqchat.units import seconds_text as seconds_text
+
 Part = tuple[float, str]
 
 
@@ -12,18 +14,6 @@ def rate_text(tokens_per_second: float) -> str:
     if tokens_per_second <= 0:
         return "-"
     return f"{tokens_per_second:,.{1 if tokens_per_second < 99.95 else 0}f}"
-
-
-def seconds_text(seconds: float) -> str:
-    """0.84 -> "0.8 s", 95 -> "1 min 35 s", 4000 -> "1 h 7 min"."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def age_text(seconds: float) -> str:
