@@ -72,7 +72,9 @@ def _open_missing_streams() -> None:
 
 def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
     disk_budget = int(options.disk_budget * 2**30)
-    engine_options = EngineOptions(options.kv, options.context, options.threads, disk_budget)
+    engine_options = EngineOptions(
+        options.kv, options.context, options.threads, disk_budget, options.wire
+    )
     sampling = Sampling(
         options.temperature,
         options.top_p,
@@ -224,6 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", nargs="?", const="", metavar="ID", help="go on with a saved conversation")
     text = "most disk that saved KV caches take, in GiB (20); 0: none is saved"
     _number(add, "--disk-budget", EngineOptions().disk_budget / 2**30, 0, 1e6, text)
+    text = "let macOS page out the model while it is not used"
+    add("--no-wire", dest="wire", action="store_false", help=text)
     text = "sampling (default: as the model suggests, else these)"
     add = parser.add_argument_group(text).add_argument
     _number(add, "--temperature", None, 0, 100, "0.7; 0 takes the likeliest token")

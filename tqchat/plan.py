@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tqchat.engine import plan
 from tqchat.engine.events import KVKind
+from tqchat.engine.wired import SYSTEM_RESERVE
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.find import installed, resolve
@@ -21,10 +22,8 @@ from tqchat.units import bytes_text
 
 SUMMARY = "What memory a model needs at each context length, and the longest that fits."
 CHUNK = 512
-# macOS lets a GPU wire about three quarters of the memory unless the limit is raised; what is
-# left for the system then should not be less than this.
+# macOS lets a GPU wire about three quarters of the memory unless the limit is raised.
 DEFAULT_SHARE = 0.75
-SYSTEM_RESERVE = 8 << 30
 GIB = 1 << 30
 
 

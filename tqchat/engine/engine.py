@@ -32,6 +32,7 @@ from tqchat.engine.events import (
 )
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load
+from tqchat.engine.wired import Wiring
 from tqchat.models.errors import ModelError, Stopped
 from tqchat.models.find import BUILTIN, last_used, remember
 
@@ -66,6 +67,7 @@ class Engine:
         self._loaded: LoadedModel | None = None
         self._session: Session | None = None
         self._folder: Path | None = None
+        self._wiring = Wiring()
         self._noted = ""
         self._counting = Counting(lambda number, tokens: self._emit(Counted(number, tokens)))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -164,6 +166,7 @@ class Engine:
                 self._run(job)
         finally:
             self._loaded = self._session = None
+            self._wiring.restore()
             # Without this the process may abort at exit.
             mx.clear_streams()
 
@@ -183,6 +186,8 @@ class Engine:
     def _load(self, job: int, model: str | None) -> None:
         self._loaded = self._session = self._counting.tokenizer = None
         mx.clear_cache()
+        if self._options.wire:
+            self._wiring.wire()
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
         remember(self._loaded.info.name)
         self._session = Session(self._loaded)

@@ -201,10 +201,12 @@ class Sampling:
 class EngineOptions:
     """What is fixed while a model is loaded. context None: what the model was trained for.
 
-    `disk_budget`: the most bytes that saved KV caches take together; 0 saves none.
+    `disk_budget`: the most bytes that saved KV caches take together; 0 saves none. `wire`: keep
+    model and cache from being paged out, where the system can (macOS).
     """
 
     kv: KVKind = "int4"
     context: int | None = None
     threads: int | None = None
     disk_budget: int = 20 << 30
+    wire: bool = True
