@@ -4,7 +4,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -538,6 +541,56 @@ def test_a_second_process_prefills_its_question_alone(
         unbroken = ask(one, QUESTIONS[0], first, QUESTIONS[1], second, QUESTIONS[2])
     assert again.text == unbroken.text
     assert again.usage.cached_tokens == unbroken.usage.cached_tokens
+
+
+READER = """
+import os, signal, sys
+from pathlib import Path
+from tests.engine.test_engine import GREEDY, once, said
+from tests.engine.test_saved import LONG
+from tqchat.engine import engine
+from tqchat.engine.events import Prefilling
+
+model, folder = sys.argv[1:]
+engine.SAVE_INTERVAL_S = 0
+reader = engine.Engine()
+reader.events = once(Prefilling, lambda: os.kill(os.getpid(), signal.SIGKILL), after=4)
+reader.start()
+reader.take_up(Path(folder))
+reader.load(model)
+reader.generate(said(LONG), GREEDY)
+reader._thread.join()
+"""
+LONG = "Sixteen letters." * 150
+
+
+def test_what_was_read_before_a_kill_is_not_read_again(tiny: Path, folder: Path) -> None:
+    """Killed when its third chunk is read and before that is saved."""
+    argv = [sys.executable, "-c", READER, str(tiny), str(folder)]
+    done = subprocess.run(argv, cwd=Path(__file__).parents[2], timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, b"")
+    with engine(tiny) as one:
+        unbroken = ask(one, LONG)
+        one.take_up(folder)
+        *events, taken_up = until(one, TakenUp)
+        assert notes(events) == []
+        again = ask(one, LONG)
+        assert taken_up.cache.tokens == again.usage.cached_tokens  # type: ignore[union-attr]
+        assert 2 * one._loaded.backend.prefill_chunk == again.usage.cached_tokens
+        assert again.text == unbroken.text
+
+
+def test_nothing_is_saved_while_a_short_prompt_is_read(
+    tiny: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would only make the answer wait."""
+    saves = []
+    monkeypatch.setattr(Session, "save", lambda self, give_way: saves.append(self._held) or "")
+    monkeypatch.setattr("tqchat.engine.engine.SAVE_INTERVAL_S", 1e9)
+    with engine(tiny) as one:
+        one.take_up(folder)
+        finished = ask(one, LONG)
+    assert [len(held) for held in saves] == [finished.cache.tokens]
 
 
 def test_a_model_whose_files_have_changed_prefills(tiny: Path, folder: Path) -> None:

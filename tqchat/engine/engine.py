@@ -7,6 +7,7 @@ seeding, prefill and decode all happen on one long-lived thread.
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from tqchat.engine.events import (
     Loaded,
     Loading,
     Note,
+    Prefilling,
     Sampling,
     Stats,
     TakenUp,
@@ -37,6 +39,9 @@ from tqchat.models.errors import ModelError, Stopped
 from tqchat.models.find import BUILTIN, last_used, remember
 
 log = logging.getLogger(__name__)
+
+SAVE_INTERVAL_S = 30.0
+"""While a long prompt is read."""
 
 NO_USAGE = Usage(0, 0, 0, 0.0, 0.0, 0.0)
 
@@ -219,12 +224,10 @@ class Engine:
         self._note(note)
         self._emit(TakenUp(session.cache_use(), session.memory()))
 
-    def _save(self, job: int) -> None:
-        """After a turn has ended, whatever happens here is no failure of it."""
-        assert self._session is not None
+    def _save(self, session: Session, give_way: Callable[[], bool]) -> None:
+        """Whatever happens here is no failure of a turn."""
         try:
-            # A turn that waits comes first; what it leaves to save is saved after it.
-            note = self._session.save(lambda: self._last_turn > job)
+            note = session.save(give_way)
         except Exception:
             log.exception("The KV cache was not saved")
             note = "The KV cache could not be saved; the log file says more."
@@ -242,10 +245,20 @@ class Engine:
         if self._loaded is None or self._session is None:
             raise ModelError("No model is loaded. Start again with a model that can be read.")
         prompt = self._loaded.template.prompt_ids(self._loaded.tokenizer, messages)
-        turn = self._session.turn(job, prompt, sampling, max_tokens, lambda: self._stopped(job))
-        for event in turn:
+        session = self._session
+
+        def stopped() -> bool:
+            return self._stopped(job)
+
+        saved = time.monotonic()
+        for event in session.turn(job, prompt, sampling, max_tokens, stopped):
             self._emit(event)
-        self._save(job)
+            # An hour of reading is not to be lost with the process.
+            if isinstance(event, Prefilling) and time.monotonic() - saved >= SAVE_INTERVAL_S:
+                self._save(session, give_way=stopped)
+                saved = time.monotonic()
+        # A turn that waits comes first; what it leaves to save is saved after it.
+        self._save(session, give_way=lambda: self._last_turn > job)
 
     def _clear(self) -> None:
         self._folder = None
