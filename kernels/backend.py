@@ -7,7 +7,7 @@ Arrays have no batch axis: hidden states are (tokens, hidden_size), attention's 
 (heads, tokens, head_dim).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -151,6 +151,50 @@ class Backend:
         gate, up = mx.split(gate_up, 2, axis=-1)
         return gate * mx.sigmoid(gate) * up
 
+    def temper(self, q: Array, offset: int, beta: float, length: float) -> Array:
+        """q (n_heads, tokens, head_dim) times 1 + beta * ln(1 + floor(position / length)).
+
+        Keeps attention sharp over contexts longer than trained for (Llama 4, Ministral 3).
+        """
+        positions = offset + mx.arange(q.shape[1])
+        factors = 1 + beta * mx.log1p(mx.floor(positions / length))
+        return q * factors[:, None].astype(q.dtype)
+
+    # Mixtures of experts
+
+    def route(self, logits: Array, top_k: int, renormalise: bool) -> tuple[Array, Array]:
+        """The experts with the largest logits of each token, and their shares: (tokens, top_k).
+
+        Shares are a softmax over all experts, or over the chosen ones to `renormalise`.
+        """
+        logits = logits.astype(mx.float32)
+        chosen = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[:, :top_k]
+        picked = mx.take_along_axis(logits, chosen, axis=-1)
+        total = mx.logsumexp(picked if renormalise else logits, axis=-1, keepdims=True)
+        return chosen, mx.exp(picked - total)
+
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        shares: Array,
+        gate_up: Weight,
+        down: Weight,
+        activation: Callable[[Array], Array],
+    ) -> Array:
+        """The sum of each token's chosen experts, by their shares; x and result (tokens, size).
+
+        An expert is down(activation(gate_up(x))); activation takes (rows, 2 * size).
+        """
+        tokens, top_k = chosen.shape
+        index = chosen.reshape(-1)
+        # Grouped by expert, so that a matrix is read once.
+        order = mx.argsort(index)
+        index = index[order]
+        y = activation(_gather(x[order // top_k], gate_up, index))
+        y = _gather(y, down, index)[mx.argsort(order)].reshape(tokens, top_k, -1)
+        return (y * shares[..., None]).sum(axis=1).astype(x.dtype)
+
     # The int4 cache
 
     def seal(self, k: Array, v: Array) -> Array:
@@ -187,7 +231,7 @@ class Backend:
         per head that joins the softmax without a value. window: a token sees itself and the
         window - 1 before it. Returns q's shape.
         """
-        k, v = self._held(view)
+        k, v = self._held(view.seen(window, q.shape[1]))
         return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
 
     def attend_chunk(
@@ -206,10 +250,16 @@ class Backend:
 
         k, v: (n_kv_heads, tokens, head_dim), not yet in the cache. Otherwise as `attend`.
         """
-        past_k, past_v = self._held(view)
-        k = mx.concatenate([past_k, k.astype(past_k.dtype)], axis=1)
-        v = mx.concatenate([past_v, v.astype(past_v.dtype)], axis=1)
+        k, v = self.gather(view.seen(window), k, v)
         return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
+
+    def gather(self, view: KVView, k: Array, v: Array) -> tuple[Array, Array]:
+        """K and V of what is held, followed by k and v, in 16 or 32 bits and in one piece."""
+        past_k, past_v = self._held(view)
+        return (
+            self.concatenate_tokens([past_k, k.astype(past_k.dtype)]),
+            self.concatenate_tokens([past_v, v.astype(past_v.dtype)]),
+        )
 
     def attend_dense(
         self,
@@ -238,9 +288,27 @@ class Backend:
         k, v = self.unseal(view.tiles[:, : view.n_blocks])
         sink, tail = slice(0, view.n_sink), slice(0, view.n_tail)
         return (
-            mx.concatenate([view.sink_k[:, sink], k, view.tail_k[:, tail]], axis=1),
-            mx.concatenate([view.sink_v[:, sink], v, view.tail_v[:, tail]], axis=1),
+            self.concatenate_tokens([view.sink_k[:, sink], k, view.tail_k[:, tail]]),
+            self.concatenate_tokens([view.sink_v[:, sink], v, view.tail_v[:, tail]]),
         )
+
+
+def _gather(x: mx.array, weight: Weight, index: mx.array) -> mx.array:
+    """Each row of x times the transpose of its expert's matrix; `index` rises."""
+    if not weight.bits:
+        w = weight.data.swapaxes(-1, -2)
+        return mx.gather_mm(x[:, None], w, rhs_indices=index, sorted_indices=True)[:, 0]
+    return mx.gather_qmm(
+        x[:, None],
+        weight.data,
+        weight.scales,
+        weight.biases,
+        rhs_indices=index,
+        transpose=True,
+        group_size=weight.group_size,
+        bits=weight.bits,
+        sorted_indices=True,
+    )[:, 0]
 
 
 def _mask(tokens: int, length: int, window: int | None) -> mx.array:

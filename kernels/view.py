@@ -1,6 +1,6 @@
 """What one layer's int4 cache holds, as attention reads it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqchat.kernels.layout import BLOCK
@@ -31,3 +31,14 @@ class KVView:
     def length(self) -> int:
         """Tokens held."""
         return self.n_sink + BLOCK * self.n_blocks + self.n_tail
+
+    def seen(self, window: int | None, tokens: int = 0) -> "KVView":
+        """Without the blocks, and the sink before them, that no query sees.
+
+        The queries are the last `tokens` held and all that follow them.
+        """
+        first = 0 if window is None else self.length - tokens - window + 1
+        n = min((first - self.n_sink) // BLOCK, self.n_blocks)
+        if n <= 0:
+            return self
+        return replace(self, n_sink=0, n_blocks=self.n_blocks - n, tiles=self.tiles[:, n:])

@@ -1,7 +1,7 @@
 """The CPU backend: native kernels on numpy float32 arrays, weights as they are stored."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -98,6 +98,37 @@ class CPU(Backend):
     def swiglu(self, gate_up: Array) -> Array:
         return _native.swiglu(gate_up)
 
+    def temper(self, q: Array, offset: int, beta: float, length: float) -> Array:
+        positions = np.arange(offset, offset + q.shape[1])
+        factors = 1 + beta * np.log1p(positions // length)
+        return q * factors[:, None].astype(np.float32)
+
+    # Mixtures of experts
+
+    def route(self, logits: Array, top_k: int, renormalise: bool) -> tuple[Array, Array]:
+        chosen = np.argpartition(-logits, top_k - 1, axis=-1)[:, :top_k]
+        picked = np.take_along_axis(logits, chosen, axis=-1)
+        among = picked if renormalise else logits
+        largest = among.max(axis=-1, keepdims=True)
+        total = np.exp(among - largest).sum(axis=-1, keepdims=True)
+        return chosen, np.exp(picked - largest) / total
+
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        shares: Array,
+        gate_up: Weight,
+        down: Weight,
+        activation: Callable[[Array], Array],
+    ) -> Array:
+        out = np.zeros_like(x)
+        for expert in np.unique(chosen):
+            tokens, slots = np.nonzero(chosen == expert)
+            y = activation(self.linear(x[tokens], gate_up.expert(expert)))
+            out[tokens] += shares[tokens, slots, None] * self.linear(y, down.expert(expert))
+        return out
+
     # The int4 cache
 
     def seal(self, k: Array, v: Array) -> Array:
@@ -147,7 +178,8 @@ class CPU(Backend):
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        return _native.attend(q, view, None, None, scale, softcap, sinks, window)
+        seen = view.seen(window, q.shape[1])
+        return _native.attend(q, seen, None, None, scale, softcap, sinks, window)
 
     def attend_chunk(
         self,
@@ -161,7 +193,7 @@ class CPU(Backend):
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        return _native.attend(q, view, k, v, scale, softcap, sinks, window)
+        return _native.attend(q, view.seen(window), k, v, scale, softcap, sinks, window)
 
     def attend_dense(
         self,
@@ -215,10 +247,10 @@ def _numpy(x: mx.array) -> NDArray[Any]:
 def _widened(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
     """Codes of `bits` bits, lowest first, as bytes."""
     rows = []
-    for row in words:
+    for row in words.reshape(-1, words.shape[-1]):
         codes = np.unpackbits(row.view(np.uint8), bitorder="little").reshape(-1, bits)
         rows.append(np.packbits(codes, axis=-1, bitorder="little").reshape(-1).view(np.uint32))
-    return np.stack(rows)
+    return np.stack(rows).reshape(*words.shape[:-1], -1)
 
 
 def _halves(words: NDArray[np.uint32]) -> NDArray[np.uint16]:

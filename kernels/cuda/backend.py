@@ -83,6 +83,9 @@ class CUDA(Backend):
         )[0]
         return tiles
 
+    def gather(self, view: KVView, k: Array, v: Array) -> tuple[Array, Array]:
+        return self._gather(view, k.astype(self.dtype), v.astype(self.dtype), k.shape[1])
+
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         n_kv_heads, n, words = tiles.shape
         none = mx.zeros((n_kv_heads, 1, words // 10), self.dtype)
@@ -203,22 +206,6 @@ class CUDA(Backend):
             raise ValueError(f"no kernel for queries of shape {q.shape}")
         new = [x.astype(view.tail_k.dtype) for x in (k, v)]
         return _attend(q, new, view, scale, softcap, sinks, window)
-
-    def attend_chunk(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        view: KVView,
-        scale: float,
-        *,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        window: int | None = None,
-    ) -> Array:
-        k, v = self._gather(view, k.astype(self.dtype), v.astype(self.dtype), k.shape[1])
-        out: Array = self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
-        return out
 
 
 # The order of tiles

@@ -298,20 +298,8 @@ class Metal(Backend):
             view = KVView(few, few, tiles, few, few, 0, n_blocks, BLOCK)
             mx.eval(self.attend(q, view, 1.0), self._held(view))
 
-    def attend_chunk(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        view: KVView,
-        scale: float,
-        *,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        window: int | None = None,
-    ) -> Array:
-        k, v = self._gathered(view, k, v, k.shape[1])
-        return self.attend_dense(q, k, v, scale, softcap=softcap, sinks=sinks, window=window)
+    def gather(self, view: KVView, k: Array, v: Array) -> tuple[Array, Array]:
+        return self._gathered(view, k, v, k.shape[1])
 
     def seal(self, k: Array, v: Array) -> Array:
         heads, tokens, dim = k.shape

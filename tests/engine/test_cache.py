@@ -1,5 +1,7 @@
 """The int4 cache against plain numpy: what it holds after any mix of chunks, steps and trims."""
 
+from unittest.mock import patch
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tqchat.engine.cache import DenseCache, Int4Cache
+from tqchat.engine.cache import DenseCache, Int4Cache, window_tokens
 from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Backend, select
+from tqchat.kernels.layout import tile_bytes
 
 HEADS, DIM = 2, 32
 Array = NDArray[np.float64]
@@ -25,12 +28,13 @@ def fake_quantise(x: Array, axis: int) -> Array:
     return mid.astype(np.float64) + scale.astype(np.float64) * codes
 
 
-def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
+def attention(q: Array, k: Array, v: Array, scale: float, window: int | None = None) -> Array:
     groups = q.shape[0] // k.shape[0]
     k, v = np.repeat(k, groups, axis=0), np.repeat(v, groups, axis=0)
     scores = scale * q @ k.swapaxes(1, 2)
     tokens, length = scores.shape[1:]
-    scores[:, np.triu(np.ones((tokens, length), bool), length - tokens + 1)] = -np.inf
+    back = np.arange(length - tokens, length)[:, None] - np.arange(length)
+    scores[:, (back < 0) | (back >= (window or length))] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True) @ v
 
@@ -104,6 +108,73 @@ def test_attention_over_any_history(make, actions, seed) -> None:
         assert cache.nbytes == sealed + fp16
         assert cache.nbytes_allocated >= cache.nbytes
         assert cache.nbytes_fp16 == cache.offset * 4 * HEADS * DIM
+
+
+@pytest.mark.parametrize("make", [lambda: Backend(mx.float32), lambda: select(mx.float16)])
+@pytest.mark.parametrize("kind", [Int4Cache, DenseCache])
+@settings(max_examples=12, deadline=None)
+@given(
+    actions=st.lists(action, min_size=1, max_size=10),
+    window=st.sampled_from([1, 31, 64, 100, 200]),
+    rewind_blocks=st.integers(0, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_sliding_window_over_any_history(
+    make, kind, actions, window: int, rewind_blocks: int, seed: int
+) -> None:
+    """A layer that shares the cache sees the same; what is held stays within a bound."""
+    rng = np.random.default_rng(seed)
+    backend, model = make(), Model()
+    with patch("tqchat.engine.cache.REWIND_BYTES", rewind_blocks * HEADS * tile_bytes(DIM)):
+        cache = kind(backend, HEADS, DIM, window)
+        kept = window_tokens(HEADS, DIM, window)
+    for action, amount in [*actions, ("add", 1), ("add", 300), ("add", 1)]:
+        if action == "trim":
+            amount = max(amount, cache.trimmable_to) if amount else 0
+            cache.trim(amount)
+            model.trim(amount)
+        else:
+            k, v = (
+                rng.normal(size=(HEADS, amount, DIM)).astype(np.float16).astype(np.float32)
+                for _ in range(2)
+            )
+            q, again = (rng.normal(size=(2 * HEADS, amount, DIM)) for _ in range(2))
+            past = model.k, model.v
+            model.append(k, v)
+            if kind is DenseCache or amount > 8:
+                seen = np.concatenate([past[0], k], 1), np.concatenate([past[1], v], 1)
+            else:
+                seen = model.k, model.v
+            if kind is DenseCache:
+                model.k, model.v = seen
+            ours = [backend.load_table(mx.array(x.astype(np.float32))) for x in (q, k, v, again)]
+            out, share = cache.share(*ours[:3], 0.2)
+            expected = attention(q, *seen, 0.2, window)
+            np.testing.assert_allclose(np.array(out), expected, atol=2e-3, rtol=0)
+            expected = attention(again, *seen, 0.3, window)
+            np.testing.assert_allclose(np.array(share(ours[3], 0.3)), expected, atol=2e-3, rtol=0)
+        assert cache.offset == model.k.shape[1]
+        token = 4 * HEADS * DIM
+        if kind is Int4Cache:
+            most = (kept + 256) // BLOCK * HEADS * tile_bytes(DIM) + (SINK + TAIL_MAX) * token
+            assert cache.nbytes <= most
+            assert cache.nbytes_allocated <= 1.1 * most + 256 * token
+        else:
+            assert cache.nbytes <= (kept + 256 + 300) * token
+
+
+def test_a_window_that_has_gone_by_can_be_taken_back_a_little() -> None:
+    backend = select(mx.float16)
+    with patch("tqchat.engine.cache.REWIND_BYTES", 5 * HEADS * tile_bytes(DIM)):
+        caches = [kind(backend, HEADS, DIM, 64) for kind in (Int4Cache, DenseCache)]
+    x = backend.load_table(mx.ones((HEADS, 500, DIM)))
+    for cache in caches:
+        assert cache.trimmable_to == 0
+        for _ in range(4):
+            cache.attend(x, x, x, 1.0)
+        assert 1000 < cache.trimmable_to <= cache.offset - 5 * BLOCK == 2000 - 5 * BLOCK
+        cache.trim(0)
+        assert (cache.offset, cache.nbytes, cache.trimmable_to) == (0, 0, 0)
 
 
 def test_tail_keeps_64_to_127_tokens_while_decoding() -> None:

@@ -1,17 +1,25 @@
 """The KV cache of one layer: sealed int4 blocks with a 16-bit tail and sink, or plain 16 bits.
 
+A layer with a sliding window keeps what its next token sees and some more, so that a conversation
+can be taken back a little without reading it anew.
+
 Buffers grow in steps and are written in place: MLX gives an array's memory to its update only if
 nothing else still refers to it, so what a chunk has read is computed before it is overwritten.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
 from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Array, Backend, KVView, tile_words
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_bytes
+from tqchat.models.kv import KVLayer
 
 GROWTH_TOKENS = 256
+
+REWIND_BYTES = 4 << 20
+"""Of sealed blocks that a layer keeps past its window."""
 
 
 class KVCache(Protocol):
@@ -19,9 +27,19 @@ class KVCache(Protocol):
 
     @property
     def offset(self) -> int: ...
-    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array: ...
+    def attend(
+        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+    ) -> Array: ...
+    def share(
+        self, q: Array, k: Array, v: Array, scale: float
+    ) -> tuple[Array, Callable[[Array, float], Array]]: ...
     def trim(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Forget all but the first `length` tokens: 0, or at least `trimmable_to`."""
+        ...
+
+    @property
+    def trimmable_to(self) -> int:
+        """The fewest tokens that can be kept: what a window has passed is no longer there."""
         ...
 
     @property
@@ -45,6 +63,21 @@ class KVCache(Protocol):
         ...
 
 
+def make_caches(
+    kind: Callable[[Backend, int, int, int | None], KVCache],
+    backend: Backend,
+    layers: Sequence[KVLayer],
+) -> list[KVCache]:
+    """An empty cache, Int4Cache or DenseCache, for each of `layers`."""
+    return [kind(backend, layer.n_kv_heads, layer.head_dim, layer.window) for layer in layers]
+
+
+def window_tokens(n_kv_heads: int, head_dim: int, window: int) -> int:
+    """Tokens that a layer with a sliding window keeps, in whole blocks."""
+    seen = -(-(window - 1) // BLOCK)
+    return BLOCK * (seen + REWIND_BYTES // (n_kv_heads * tile_bytes(head_dim)))
+
+
 def _grown(backend: Backend, buffer: Array, capacity: int, dtype: mx.Dtype) -> Array:
     """A copy of `buffer` with `capacity` entries along axis 1, the new ones zero."""
     heads, size, width = buffer.shape
@@ -59,33 +92,77 @@ def _next_capacity(needed: int, step: int) -> int:
 
 
 class Int4Cache:
-    """`layout`'s int4 cache of one layer; see there for what lies where."""
+    """`layout`'s int4 cache of one layer; see there for what lies where.
 
-    def __init__(self, backend: Backend, n_kv_heads: int, head_dim: int) -> None:
+    With a `window`, blocks that have gone by are left out at the front, and the sink with them.
+    """
+
+    def __init__(
+        self, backend: Backend, n_kv_heads: int, head_dim: int, window: int | None = None
+    ) -> None:
         self._backend = backend
         self._head_dim = head_dim
         self._n_kv_heads = n_kv_heads
+        self._window = window
+        self._kept_blocks = window_tokens(n_kv_heads, head_dim, window) // BLOCK if window else 0
         dtype = backend.cache_dtype
         self._sink_k = backend.zeros((n_kv_heads, SINK, head_dim), dtype)
         self._sink_v = backend.zeros((n_kv_heads, SINK, head_dim), dtype)
         self._tail_k = backend.zeros((n_kv_heads, TAIL_CAPACITY, head_dim), dtype)
         self._tail_v = backend.zeros((n_kv_heads, TAIL_CAPACITY, head_dim), dtype)
         self._tiles = backend.zeros((n_kv_heads, 0, tile_words(head_dim)), mx.uint32)
-        self._n_sink = self._n_blocks = self._n_tail = 0
+        # Tokens left out at the front, then those held.
+        self._dropped = self._n_sink = self._n_blocks = self._n_tail = 0
+
+    @property
+    def window(self) -> int | None:
+        return self._window
 
     @property
     def offset(self) -> int:
+        return self._dropped + self._n_held
+
+    @property
+    def _n_held(self) -> int:
         return self._n_sink + BLOCK * self._n_blocks + self._n_tail
 
-    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
+    def attend(
+        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+    ) -> Array:
+        backend, window = self._backend, self._window
         if k.shape[1] <= MAX_DECODE_TOKENS:
             self._append(k, v)
-            return self._backend.attend(q, self._view(), scale)
-        out = self._backend.attend_chunk(q, k, v, self._view(), scale)
+            return backend.attend(q, self._view(), scale, sinks=sinks, window=window)
+        out = backend.attend_chunk(q, k, v, self._view(), scale, sinks=sinks, window=window)
+        self._take_in_chunk(k, v, out)
+        return out
+
+    def share(
+        self, q: Array, k: Array, v: Array, scale: float
+    ) -> tuple[Array, Callable[[Array, float], Array]]:
+        backend, window = self._backend, self._window
+        if k.shape[1] <= MAX_DECODE_TOKENS:
+            self._append(k, v)
+            view = self._view()
+
+            def step(q: Array, scale: float) -> Array:
+                return backend.attend(q, view, scale, window=window)
+
+            return step(q, scale), step
+        all_k, all_v = backend.gather(self._view().seen(window), k, v)
+
+        def chunk(q: Array, scale: float) -> Array:
+            return backend.attend_dense(q, all_k, all_v, scale, window=window)
+
+        out = chunk(q, scale)
+        self._take_in_chunk(k, v, out)
+        return out, chunk
+
+    def _take_in_chunk(self, k: Array, v: Array, out: Array) -> None:
+        """`out` has read the buffers that are written now."""
         self._backend.evaluate(out)
         self._append(k, v)
         self._backend.evaluate(*self._buffers())
-        return out
 
     def _buffers(self) -> tuple[Array, Array, Array, Array, Array]:
         return (self._sink_k, self._sink_v, self._tiles, self._tail_k, self._tail_v)
@@ -94,7 +171,7 @@ class Int4Cache:
         return KVView(*self._buffers(), self._n_sink, self._n_blocks, self._n_tail)
 
     def _append(self, k: Array, v: Array) -> None:
-        taken = min(SINK - self._n_sink, k.shape[1])
+        taken = 0 if self._dropped else min(SINK - self._n_sink, k.shape[1])
         if taken:
             # One at a time: in MLX an assignment to all of an array makes it a view of the source,
             # which would keep a whole chunk's K and V.
@@ -133,26 +210,49 @@ class Int4Cache:
         self._append_tiles(self._backend.seal(k, v))
 
     def _append_tiles(self, tiles: Array) -> None:
+        n_blocks = self._n_blocks + tiles.shape[1]
+        if self._window and n_blocks > self._kept_blocks + GROWTH_TOKENS // BLOCK:
+            tiles = self._drop(n_blocks - self._kept_blocks, tiles)
         end = self._n_blocks + tiles.shape[1]
         self._reserve(end)
         self._tiles[:, self._n_blocks : end] = tiles
         self._n_blocks = end
+
+    def _drop(self, n_blocks: int, tiles: Array) -> Array:
+        """Leave out the sink and the oldest blocks, those held before `tiles`; what is left."""
+        self._dropped += self._n_sink + BLOCK * n_blocks
+        self._n_sink = 0
+        gone = min(n_blocks, self._n_blocks)
+        left = self._tiles[:, gone : self._n_blocks]
+        self._n_blocks -= gone
+        capacity = self._kept_blocks + GROWTH_TOKENS // BLOCK
+        shape = (self._n_kv_heads, capacity, tile_words(self._head_dim))
+        self._tiles = self._backend.zeros(shape, mx.uint32)
+        self._tiles[:, : self._n_blocks] = left
+        return tiles[:, n_blocks - gone :]
 
     def _reserve(self, n_blocks: int) -> None:
         if n_blocks > self._tiles.shape[1]:
             capacity = _next_capacity(n_blocks, GROWTH_TOKENS // BLOCK)
             self._tiles = _grown(self._backend, self._tiles, capacity, mx.uint32)
 
+    @property
+    def trimmable_to(self) -> int:
+        return self._dropped + self._window - 1 if self._window and self._dropped else 0
+
     def trim(self, length: int) -> None:
         """What is left of a sealed block goes back to the tail, as its codes give it."""
-        length = min(length, self.offset)
+        length = min(length, self.offset) - self._dropped
+        sink = 0 if self._dropped else SINK
         sealed_end = self._n_sink + BLOCK * self._n_blocks
-        if length >= sealed_end:
+        if length < 0:
+            self._dropped = self._n_sink = self._n_blocks = self._n_tail = 0
+        elif length >= sealed_end:
             self._n_tail = length - sealed_end
-        elif length <= SINK:
+        elif length <= sink:
             self._n_sink, self._n_blocks, self._n_tail = length, 0, 0
         else:
-            self._n_blocks, self._n_tail = divmod(length - SINK, BLOCK)
+            self._n_blocks, self._n_tail = divmod(length - sink, BLOCK)
             if self._n_tail:
                 block = self._tiles[:, self._n_blocks : self._n_blocks + 1]
                 k, v = self._backend.unseal(block)
@@ -160,6 +260,11 @@ class Int4Cache:
         self._backend.evaluate(*self._buffers())
 
     # What is saved, and taken up again: in canonical order, as MLX arrays
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that are no longer held; the sealed blocks follow them, without a sink."""
+        return self._dropped
 
     @property
     def n_blocks(self) -> int:
@@ -180,9 +285,10 @@ class Int4Cache:
         tail = slice(0, self._n_tail)
         return mx.array(self._tail_k[:, tail]), mx.array(self._tail_v[:, tail])
 
-    def restore_sink(self, k: mx.array, v: mx.array, n_blocks: int) -> None:
+    def restore_sink(self, k: mx.array, v: mx.array, n_blocks: int, dropped: int = 0) -> None:
         """Begin anew with this sink and room for `n_blocks`; blocks come next, then the tail."""
         self._n_sink = self._n_blocks = self._n_tail = 0
+        self._dropped = dropped
         self._append(self._backend.load_table(k), self._backend.load_table(v))
         self._reserve(n_blocks)
 
@@ -211,7 +317,7 @@ class Int4Cache:
 
     @property
     def nbytes_fp16(self) -> int:
-        return self.offset * self._token_bytes_fp16
+        return self._n_held * self._token_bytes_fp16
 
     @property
     def _token_bytes_fp16(self) -> int:
@@ -221,30 +327,74 @@ class Int4Cache:
 class DenseCache:
     """K and V as they come, in the backend's cache type: the yardstick."""
 
-    def __init__(self, backend: Backend, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, backend: Backend, n_kv_heads: int, head_dim: int, window: int | None = None
+    ) -> None:
         self._backend = backend
         self._width = n_kv_heads * head_dim
+        self._window = window
+        self._kept = window_tokens(n_kv_heads, head_dim, window) if window else 0
         self._k = backend.zeros((n_kv_heads, 0, head_dim), backend.cache_dtype)
         self._v = backend.zeros((n_kv_heads, 0, head_dim), backend.cache_dtype)
-        self._length = 0
+        self._dropped = self._length = 0
+
+    @property
+    def window(self) -> int | None:
+        return self._window
 
     @property
     def offset(self) -> int:
-        return self._length
+        return self._dropped + self._length
 
-    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
+    def attend(
+        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+    ) -> Array:
+        return self._attention(k, v, sinks)(q, scale)
+
+    def share(
+        self, q: Array, k: Array, v: Array, scale: float
+    ) -> tuple[Array, Callable[[Array, float], Array]]:
+        attend = self._attention(k, v, None)
+        return attend(q, scale), attend
+
+    def _attention(
+        self, k: Array, v: Array, sinks: Array | None
+    ) -> Callable[[Array, float], Array]:
+        """Take in K and V; returns attention on what their queries see."""
+        backend, window = self._backend, self._window
+        if window and self._length > self._kept + GROWTH_TOKENS:
+            self._drop(self._length - self._kept)
+        first = max(0, self._length - window + 1) if window else 0
         end = self._length + k.shape[1]
         if end > self._k.shape[1]:
-            capacity, dtype = _next_capacity(end, GROWTH_TOKENS), self._backend.cache_dtype
-            self._k = _grown(self._backend, self._k, capacity, dtype)
-            self._v = _grown(self._backend, self._v, capacity, dtype)
-        self._backend.write_tokens(self._k, self._length, k)
-        self._backend.write_tokens(self._v, self._length, v)
+            capacity, dtype = _next_capacity(end, GROWTH_TOKENS), backend.cache_dtype
+            self._k = _grown(backend, self._k, capacity, dtype)
+            self._v = _grown(backend, self._v, capacity, dtype)
+        backend.write_tokens(self._k, self._length, k)
+        backend.write_tokens(self._v, self._length, v)
         self._length = end
-        return self._backend.attend_dense(q, self._k[:, :end], self._v[:, :end], scale)
+        seen_k, seen_v = self._k[:, first:end], self._v[:, first:end]
+        return lambda q, scale: backend.attend_dense(
+            q, seen_k, seen_v, scale, sinks=sinks, window=window
+        )
+
+    def _drop(self, n: int) -> None:
+        self._dropped += n
+        held = slice(n, self._length)
+        self._length -= n
+        dtype = self._backend.cache_dtype
+        capacity = _next_capacity(self._length, GROWTH_TOKENS)
+        self._k = _grown(self._backend, self._k[:, held], capacity, dtype)
+        self._v = _grown(self._backend, self._v[:, held], capacity, dtype)
+
+    @property
+    def trimmable_to(self) -> int:
+        return self._dropped + self._window - 1 if self._window and self._dropped else 0
 
     def trim(self, length: int) -> None:
-        self._length = min(length, self._length)
+        self._length = min(length, self.offset) - self._dropped
+        if self._length < 0:
+            self._dropped = self._length = 0
 
     @property
     def may_run_ahead(self) -> bool:
