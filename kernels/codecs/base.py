@@ -85,10 +85,11 @@ class Codec:
         """The codec for a model's layer, counted from 0."""
         return self
 
-    def bits_per_element(self, head_dim: int) -> float:
+    def bits_per_element(self, head_dim: int, n_layers: int = 1) -> float:
         """Bits that an element of K or V takes, counted from what is stored of a block."""
         x = mx.zeros((1, BLOCK, head_dim), mx.float16)
-        return 8 * nbytes(self.encode(x, x)) / (2 * x.size)
+        layers = [self.at_layer(layer).encode(x, x) for layer in range(n_layers)]
+        return 8 * sum(map(nbytes, layers)) / (2 * x.size * n_layers)
 
 
 def nbytes(state: KVState) -> int:
