@@ -1,12 +1,14 @@
 """A matrix of a model as it is stored: dense, or MLX's affine quantisation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """Rows are outputs. w = scale * code + bias per group of `group_size` inputs.
+
+    Experts have one more axis, in front.
 
     data: (rows, columns) dense, or uint32 (rows, columns * bits / 32), lowest bits first
     scales, biases: (rows, columns / group_size), 16-bit float or float32; None where dense
@@ -21,11 +23,11 @@ class Weight:
 
     @property
     def rows(self) -> int:
-        return int(self.data.shape[0])
+        return int(self.data.shape[-2])
 
     @property
     def columns(self) -> int:
-        packed = int(self.data.shape[1])
+        packed = int(self.data.shape[-1])
         return packed * 32 // self.bits if self.bits else packed
 
     @property
@@ -35,3 +37,7 @@ class Weight:
     @property
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for array in self.arrays)
+
+    def expert(self, i: int) -> "Weight":
+        scales, biases = (None if x is None else x[i] for x in (self.scales, self.biases))
+        return replace(self, data=self.data[i], scales=scales, biases=biases)

@@ -7,8 +7,8 @@ import numpy as np
 
 from tqchat.kernels import Backend
 from tqchat.models.config import Config
-from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
+from tqchat.models.weights import Weights
 
 LLAMA = {
     "model_type": "llama",

@@ -18,8 +18,8 @@ from tqchat.engine.cache import Int4Cache
 from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Backend, select
 from tqchat.models.config import Config
-from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
+from tqchat.models.weights import Weights
 
 GROUP_SIZE, BITS = 64, 4
 DECODED = 256

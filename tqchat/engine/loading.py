@@ -18,8 +18,8 @@ from tqchat.models.download import Progress
 from tqchat.models.errors import Stopped
 from tqchat.models.find import BUILTIN, fetch, last_used, resolve
 from tqchat.models.fingerprint import fingerprint
-from tqchat.models.layers import Weights
 from tqchat.models.registry import Model, build
+from tqchat.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tqchat.kernels import GROUP
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
@@ -13,3 +15,8 @@ class KVLayer:
     n_kv_heads: int
     head_dim: int
     window: int | None = None
+
+    @classmethod
+    def of(cls, n_kv_heads: int, head_dim: int, window: int | None = None) -> "KVLayer":
+        """For heads of any size: the cache's are filled up to a multiple of GROUP."""
+        return cls(n_kv_heads, -(-head_dim // GROUP) * GROUP, window)

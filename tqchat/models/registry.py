@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from tqchat.kernels import Backend
 from tqchat.models.config import Config
+from tqchat.models.decoder import DecoderConfig, Progress
 from tqchat.models.errors import ModelError
 from tqchat.models.kv import KVLayer
-from tqchat.models.layers import LayerCache, Weights
-from tqchat.models.llama import Llama, LlamaConfig
+from tqchat.models.layers import LayerCache
+from tqchat.models.llama import Llama
+from tqchat.models.weights import Weights
 
 
 class Shape(Protocol):
@@ -59,11 +61,13 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
+    """`build` takes what `parse` gave."""
+
     parse: Callable[[Config], Shape]
-    build: Callable[[Config, Weights, Backend, Callable[[int, int], None]], Model]
+    build: Callable[[Any, Weights, Backend, Progress], Model]
 
 
-LLAMA = Architecture(LlamaConfig.parse, Llama)
+LLAMA = Architecture(DecoderConfig.parse, Llama)
 ARCHITECTURES = {"llama": LLAMA, "mistral": LLAMA}
 
 
@@ -82,9 +86,10 @@ def build(
     config: Config,
     weights: Weights,
     backend: Backend,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Model:
     """The model that `config` describes, its weights read. Raises ModelError."""
-    model = architecture(config).build(config, weights, backend, progress)
+    found = architecture(config)
+    model = found.build(found.parse(config), weights, backend, progress)
     weights.finish()
     return model
