@@ -8,9 +8,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from tqchat.engine.events import EngineOptions, Sampling
+from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
-from tqchat.tui.dialogue import Settings
 from tqchat.tui.engine import open_engine
 
 SIZE = (110, 36)
@@ -19,8 +18,8 @@ PICTURE = Path(__file__).parent / "chat.svg"
 
 
 async def main() -> None:
-    settings = Settings(sampling=Sampling(temperature=0), max_tokens=400)
-    app = ChatApp(partial(open_engine, "smollm2", EngineOptions()), settings)
+    settings = Settings(model="smollm2", temperature=0, max_tokens=400)
+    app = ChatApp(partial(open_engine, settings), settings)
     async with app.run_test(size=SIZE) as pilot:
         await idle(app)
         for question in QUESTIONS:

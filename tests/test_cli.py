@@ -226,6 +226,20 @@ def test_a_model_without_a_chat_template(tqchat, tmp_path) -> None:
     assert "no chat template" in done.stderr
 
 
+def test_the_settings_file_and_what_comes_before_it(tqchat, tiny, home) -> None:
+    file = Path(tqchat("config", "path").stdout.strip())
+    assert home in file.parents
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'model = "{tiny}"\ntemperature = 0\nmax_tokens = 3\n')
+    answer = json.loads(tqchat("-p", "Hello", "--json").stdout)
+    assert answer["completion_tokens"] == 3
+    answer = json.loads(tqchat("-p", "Hello", "--json", "--max-tokens", "2").stdout)
+    assert answer["completion_tokens"] == 2
+    assert "max_tokens         = 3  # file" in tqchat("config", "show").stdout
+    file.write_text("\n\nmax_tokens = 0\n")
+    assert_refused(tqchat(tiny, "-p", "Hello"), str(file), "line 3", "max_tokens", "config edit")
+
+
 def test_the_last_model_is_used_again(tqchat, tiny) -> None:
     options = [*GREEDY, "--max-tokens", "4"]
     first = tqchat(tiny, "-p", "Hello", *options)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "kernels": set(),
     "paths": set(),
-    "settings": set(),
+    "settings": {"paths"},
     "chat": {"paths", "settings"},
     "models": {"kernels", "paths", "settings"},
     "engine": {"models", "kernels", "chat", "paths", "settings"},

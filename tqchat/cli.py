@@ -12,10 +12,11 @@ from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from tqchat import paths
+from tqchat import paths, settings
 from tqchat.engine.events import EngineOptions, Sampling
+from tqchat.settings import Check, Settings, SettingsError, Switch
 
 if TYPE_CHECKING:
     from tqchat.chat.sessions import Session
@@ -29,6 +30,8 @@ SUBCOMMANDS = {
     "plan": "show what memory a model needs at each context length",
     "bench": "measure speed and memory on this machine",
     "doctor": "check the device and the kernels, and say what to do about faults",
+    "config": "show or edit the settings file",
+    "completion": "print what makes a shell complete tqchat's arguments",
 }
 
 NO_MLX = (
@@ -71,20 +74,12 @@ def _open_missing_streams() -> None:
 
 
 def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
-    disk_budget = int(options.disk_budget * 2**30)
-    engine_options = EngineOptions(
-        options.kv, options.context, options.threads, disk_budget, options.wire
-    )
-    sampling = Sampling(
-        options.temperature,
-        options.top_p,
-        options.top_k,
-        options.min_p,
-        options.repetition_penalty,
-        options.seed,
-    )
-    if options.model is not None:
-        _check_name(options.model)
+    try:
+        chosen = Settings.of(vars(options), settings.read())
+    except SettingsError as error:
+        fail(f"{error} `tqchat config edit` opens the file.")
+    if chosen.model is not None:
+        _check_name(chosen.model)
     piped = not sys.stdin.isatty()
     if options.prompt is None and not piped and not options.file:
         if not sys.stdout.isatty():
@@ -92,7 +87,7 @@ def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
         from tqchat.supervisor import supervise
 
         ctrl_c.raise_again()
-        return supervise(lambda: _screen(options, engine_options, sampling))
+        return supervise(lambda: _screen(options, chosen))
     from tqchat.chat.documents import LARGEST_BYTES, decode, read_document, with_documents
     from tqchat.chat.errors import ChatError
 
@@ -124,12 +119,12 @@ def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
     try:
         with _session(options) or nullcontext() as session:
             return answer(
-                model=options.model,
+                model=chosen.model,
                 message=with_documents(question, documents),
-                system=options.system,
-                options=engine_options,
-                sampling=sampling,
-                max_tokens=options.max_tokens,
+                system=chosen.system,
+                options=EngineOptions.of(chosen),
+                sampling=Sampling.of(chosen),
+                max_tokens=chosen.max_tokens,
                 as_json=options.json,
                 stats=options.stats,
                 interrupted=lambda: ctrl_c.pressed,
@@ -151,12 +146,11 @@ def _check_name(model: str) -> None:
         fail(f"{error} Or did you mean: tqchat {close[0]}" if close else str(error))
 
 
-def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampling) -> int:
+def _screen(options: argparse.Namespace, chosen: Settings) -> int:
     ctrl_c = _CtrlC()
     _require_mlx()
     from tqchat.chat.errors import ChatError
     from tqchat.tui.app import run
-    from tqchat.tui.dialogue import Settings
 
     ctrl_c.raise_again()
     choose = options.resume == ""
@@ -164,8 +158,7 @@ def _screen(options: argparse.Namespace, engine: EngineOptions, sampling: Sampli
         session = None if choose else _session(options)
     except ChatError as error:
         fail(str(error))
-    settings = Settings(options.system, sampling, options.max_tokens)
-    return run(options.model, engine, settings, session, choose)
+    return run(chosen, session, choose)
 
 
 def _session(options: argparse.Namespace) -> "Session | None":
@@ -188,11 +181,17 @@ def _subcommand(name: str, arguments: Sequence[str]) -> int:
         _require_mlx()
         module = import_module("tqchat.plan" if name == "plan" else "tqchat.bench.command")
         return int(module.main(arguments))
-    parser = argparse.ArgumentParser(prog=f"tqchat {name}", description=SUBCOMMANDS[name])
-    if name == "pull":
-        parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    options = parser.parse_args(arguments)
+    options = _subparser(name).parse_args(arguments)
+    if name == "config":
+        from tqchat import config
+
+        return config.main(options.action)
     _require_mlx()
+    if name == "completion":
+        from tqchat.completion import script
+
+        print(script(options.shell, parsers()), end="")
+        return 0
     if name == "doctor":
         from tqchat import doctor
 
@@ -202,40 +201,63 @@ def _subcommand(name: str, arguments: Sequence[str]) -> int:
     return library.pull(options.model) if name == "pull" else library.show()
 
 
+def _subparser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"tqchat {name}", description=SUBCOMMANDS[name])
+    if name == "pull":
+        parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    elif name == "config":
+        parser.add_argument(
+            "action",
+            choices=("path", "edit", "show"),
+            help="print where it is; open it in $EDITOR; print what is in force",
+        )
+    elif name == "completion":
+        parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each subcommand, and under "" that of the chat. Needs MLX."""
+    from tqchat import plan
+    from tqchat.bench import command as bench
+
+    others = {name: _subparser(name) for name in SUBCOMMANDS if name not in ("plan", "bench")}
+    return {"": _parser(), **others, "plan": plan.parser(), "bench": bench.parser()}
+
+
 MODEL_HELP = "a folder, a .gguf file, a Hugging Face id, or smollm2 (built in)"
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  tqchat {name:<8} {text}" for name, text in SUBCOMMANDS.items())
+    listed = "\n".join(f"  tqchat {name:<10} {text}" for name, text in SUBCOMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="tqchat",
         description="Chat with a local model about very long documents.",
-        epilog=f"other commands:\n{listed}",
+        epilog=f"other commands:\n{listed}\n\nsettings file: {paths.settings_file()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help=f"{MODEL_HELP}; default: the last one used",
+    )
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; default: the last one used")
     add("-p", "--prompt", metavar="TEXT", help="answer this on stdout, without the screen")
     add("-f", "--file", action="append", default=[], help="a text file to ask about; repeatable")
-    add("--system", metavar="TEXT", help="the system prompt")
-    add("--kv", choices=("int4", "fp16"), default="int4", help="how the KV cache is stored (int4)")
-    add("--context", type=_positive, metavar="N", help="most tokens a conversation may take")
-    add("--threads", type=_threads, metavar="N", help="CPU threads (all that it may use)")
-    add("--max-tokens", type=_positive, metavar="N", help="most tokens of one answer")
     add("--continue", dest="newest", action="store_true", help="go on with the newest conversation")
     add("--resume", nargs="?", const="", metavar="ID", help="go on with a saved conversation")
-    text = "most disk that saved KV caches take, in GiB (20); 0: none is saved"
-    _number(add, "--disk-budget", EngineOptions().disk_budget / 2**30, 0, 1e6, text)
-    text = "let macOS page out the model while it is not used"
-    add("--no-wire", dest="wire", action="store_false", help=text)
     text = "sampling (default: as the model suggests, else these)"
-    add = parser.add_argument_group(text).add_argument
-    _number(add, "--temperature", None, 0, 100, "0.7; 0 takes the likeliest token")
-    _number(add, "--top-p", None, 0, 1, "0.95; 1 switches it off")
-    add("--top-k", type=_natural, metavar="N", help="0, which switches it off")
-    _number(add, "--min-p", None, 0, 1, "0, which switches it off")
-    _number(add, "--repetition-penalty", None, 0.01, 100, "1, which is none")
-    add("--seed", type=_seed, metavar="N", help="repeat the same random choices")
+    sampling = parser.add_argument_group(text)
+    for name, one in settings.TABLE.items():
+        if name != "model":
+            group = sampling if one.metadata["group"] == "sampling" else parser
+            check, text = one.metadata["check"], one.metadata["help"]
+            how: dict[str, Any] = {"type": _typed(check), "metavar": check.metavar}
+            if isinstance(check, Switch):
+                how = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(settings.option(name), default=argparse.SUPPRESS, help=text, **how)
     group = parser.add_argument_group("without the screen")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument("--stats", action="store_true", help="print figures to stderr")
@@ -244,40 +266,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(
-    add: Callable[..., object], name: str, default: float | None, low: float, high: float, text: str
-) -> None:
-    def parse(value: str) -> float:
+def _typed(check: Check) -> Callable[[str], object]:
+    def parse(text: str) -> object:
         try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"{value!r} is not a number from {low} to {high:g}")
-        return number
-
-    add(name, type=parse, default=default, metavar="X", help=text)
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            number = low - 1
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(
-                f"{value!r} is not a whole number from {low} to {high}"
-            )
-        return number
+            return check.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
-
-
-_positive = _integer(1, 2**31 - 1)
-_natural = _integer(0, 2**31 - 1)
-_threads = _integer(1, 1024)
-_seed = _integer(0, 2**64 - 1)
 
 
 def _require_mlx() -> None:

@@ -13,8 +13,13 @@ _DIRS = PlatformDirs("tqchat", appauthor=False)
 
 
 def config_dir() -> Path:
-    """Settings and themes, written by the user."""
+    """Themes, written by the user."""
     return private_dir(_DIRS.user_config_path)
+
+
+def settings_file() -> Path:
+    """Settings, written by the user; it need not be there."""
+    return _DIRS.user_config_path / "settings.toml"
 
 
 def cache_dir() -> Path:

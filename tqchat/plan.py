@@ -35,14 +35,18 @@ class Limit:
     raised: int
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tqchat plan", description=SUMMARY)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="tqchat plan", description=SUMMARY)
     what = "a folder with config.json, a .gguf file, or a Hugging Face id"
-    parser.add_argument("model", metavar="MODEL", help=what)
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help="plan for a Mac, e.g. 64GB")
-    parser.add_argument("--kv", choices=("int4", "fp16"), default="int4")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    made.add_argument("model", metavar="MODEL", help=what)
+    made.add_argument("--memory", type=_size, metavar="SIZE", help="plan for a Mac, e.g. 64GB")
+    made.add_argument("--kv", choices=("int4", "fp16"), default="int4")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
     try:
         name, shape, weights = _read(options.model)
     except ModelError as error:

@@ -10,9 +10,9 @@ from textual.pilot import Pilot
 
 from tests.tui.fake_engine import FakeEngine
 from tqchat.chat.sessions import Session
+from tqchat.settings import Settings
 from tqchat.tui import themes
 from tqchat.tui.app import ChatApp
-from tqchat.tui.dialogue import Settings
 from tqchat.tui.widgets.bars import Activity
 from tqchat.tui.widgets.prompt import Prompt
 
@@ -52,7 +52,7 @@ def make_app(
     session: Session | None = None,
     system: str | None = "Be brief.",
 ) -> ChatApp:
-    return ChatApp(engine.open, Settings(system), theme, session)
+    return ChatApp(engine.open, Settings(system=system, theme=theme), session)
 
 
 async def wait_until(pilot: Pilot[int], condition: Callable[[], object]) -> None:

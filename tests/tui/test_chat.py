@@ -10,9 +10,9 @@ from textual import events
 from tests.tui.conftest import Chat, Clock, chat
 from tests.tui.fake_engine import MODEL, FakeEngine
 from tqchat.engine.events import Note, TakenUp
+from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
 from tqchat.tui.commands import COMMANDS, find
-from tqchat.tui.dialogue import Settings
 from tqchat.tui.engine import Opened
 from tqchat.tui.widgets.conversation import Conversation
 

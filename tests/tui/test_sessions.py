@@ -10,8 +10,8 @@ from tqchat import paths
 from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
+from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
-from tqchat.tui.dialogue import Settings
 
 LONG = "word " * 1000
 

@@ -27,7 +27,6 @@ from tqchat.chat.conversation import Message
 from tqchat.chat.sessions import Session
 from tqchat.engine.events import (
     CacheUse,
-    EngineOptions,
     Event,
     Loaded,
     Memory,
@@ -37,8 +36,8 @@ from tqchat.engine.events import (
     Token,
     Usage,
 )
+from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
-from tqchat.tui.dialogue import Settings
 from tqchat.tui.engine import Opened, open_engine
 
 Load: TypeAlias = Literal["idle", "streaming", "prefill", "decode"]
@@ -127,8 +126,8 @@ def _read_until(terminal: int, wanted: bytes) -> None:
 def show(load: Load) -> None:
     """In the child: the screen with a conversation of MESSAGES, and what is to go on in it."""
     if load in ("prefill", "decode"):
-        settings = Settings(sampling=Sampling(temperature=0))
-        ChatApp(partial(open_engine, "smollm2", EngineOptions()), settings).run()
+        settings = Settings(model="smollm2", temperature=0)
+        ChatApp(partial(open_engine, settings), settings).run()
         return
     session = Session.create("scripted")
     for number in range(MESSAGES // 2):

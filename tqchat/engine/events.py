@@ -1,7 +1,9 @@
 """What the engine tells whoever runs it. Events are plain data; no MLX array ever crosses."""
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Literal, Self, TypeAlias
+
+from tqchat.settings import Settings
 
 KVKind: TypeAlias = Literal["int4", "fp16"]
 FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped"]
@@ -196,6 +198,10 @@ class Sampling:
     repetition_penalty: float | None = None
     seed: int | None = None
 
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -210,3 +216,8 @@ class EngineOptions:
     threads: int | None = None
     disk_budget: int = 20 << 30
     wire: bool = True
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        budget = int(settings.disk_budget * 2**30)
+        return cls(settings.kv, settings.context, settings.threads, budget, settings.wire)

@@ -10,13 +10,15 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
+from textual.theme import Theme
 
+from tqchat import settings as settings_file
 from tqchat.chat.sessions import Session
-from tqchat.engine.events import EngineOptions
+from tqchat.settings import Settings, SettingsError
 from tqchat.tui import themes, welcome
 from tqchat.tui.attaching import Attaching
 from tqchat.tui.commands import COMMANDS, Call, Command, Unknown, find
-from tqchat.tui.dialogue import Dialogue, Settings
+from tqchat.tui.dialogue import Dialogue
 from tqchat.tui.draft import Draft
 from tqchat.tui.engine import Opened, Opening, open_engine
 from tqchat.tui.entries import Fault, Listing
@@ -76,7 +78,6 @@ class ChatApp(App[int]):
         self,
         open_engine: Callable[[str | None], Opened],
         settings: Settings,
-        theme: str = themes.DARK,
         session: Session | None = None,
         choose: bool = False,
     ) -> None:
@@ -94,7 +95,11 @@ class ChatApp(App[int]):
         found, faults = themes.shipped()
         for one in found:
             self.register_theme(one)
-        self._theme_faults = faults
+        self._theme_faults = [*faults]
+        theme = settings.theme or themes.DARK
+        if theme not in self.available_themes:
+            self._theme_faults.append(f"There is no theme {theme}: /theme lists them.")
+            theme = themes.DARK
         self.theme = theme
 
     def get_css_variables(self) -> dict[str, str]:
@@ -136,8 +141,15 @@ class ChatApp(App[int]):
             self.push_screen(self.keeping.picker(), self._start_with)
         else:
             self.call_after_refresh(self.opening.start, session)
+        self.theme_changed_signal.subscribe(self, self._keep_theme)
         self._timer = self.set_interval(TICK_S, self._tick)
         self.set_interval(IDLE_TICK_S, self._idle_tick)
+
+    def _keep_theme(self, theme: Theme) -> None:
+        try:
+            settings_file.store("theme", theme.name)
+        except (OSError, SettingsError) as error:
+            self.hint(clean_line(f"The choice is not kept: {error}"))
 
     def _start_with(self, session_id: str | None) -> None:
         self.keeping.go_on(session_id)
@@ -358,16 +370,10 @@ class ChatApp(App[int]):
         self.conversation.show_end()
 
 
-def run(
-    model: str | None,
-    options: EngineOptions,
-    settings: Settings,
-    session: Session | None = None,
-    choose: bool = False,
-) -> int:
+def run(settings: Settings, session: Session | None = None, choose: bool = False) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
     use_terminal_driver()
-    app = ChatApp(partial(open_engine, model, options), settings, session=session, choose=choose)
+    app = ChatApp(partial(open_engine, settings), settings, session=session, choose=choose)
     try:
         code = app.run()
     finally:

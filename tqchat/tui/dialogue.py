@@ -23,6 +23,7 @@ from tqchat.engine.events import (
     Token,
     Usage,
 )
+from tqchat.settings import Settings
 from tqchat.tui import welcome
 from tqchat.tui.engine import ChatEngine
 from tqchat.tui.entries import Answer, Entry, Fault, Notice, Question
@@ -41,15 +42,6 @@ _ENDINGS: dict[FinishReason, str] = {
     "length": "cut at the most tokens allowed (--max-tokens)",
     "context": "the context is full: /clear starts afresh, --context N makes more room",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a conversation is held with."""
-
-    system: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None
 
 
 @dataclass
@@ -244,7 +236,7 @@ class Dialogue:
         if folder := self.record.ask(waiting.text, self.figures.model.name):
             engine.take_up(folder)
         number = engine.generate(
-            self.record.talk.prompt(), self.settings.sampling, self.settings.max_tokens
+            self.record.talk.prompt(), Sampling.of(self.settings), self.settings.max_tokens
         )
         self.turn = Turn(number, waiting.question, waiting.text, waiting.shown)
         self.reading = None

@@ -8,21 +8,25 @@ import tempfile
 from pathlib import Path
 
 
+def command() -> str:
+    return os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+
+
 def edit(text: str) -> str:
     """`text` as it is after $VISUAL or $EDITOR (else vi) has ended. Raises OSError.
 
     To be called while the terminal is not ours. Native stderr may be a log file, so the editor
     gets the terminal's.
     """
-    command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    chosen = command()
     with tempfile.TemporaryDirectory(prefix="tqchat-") as folder:
         path = Path(folder) / "text.txt"
         path.touch(0o600)
         path.write_text(text, "utf-8", newline="")
         try:
-            done = subprocess.run([*shlex.split(command), str(path)], stderr=sys.__stderr__)
+            done = subprocess.run([*shlex.split(chosen), str(path)], stderr=sys.__stderr__)
         except ValueError as error:
-            raise OSError(0, f"$EDITOR is {command!r}: {error}") from None
+            raise OSError(0, f"$EDITOR is {chosen!r}: {error}") from None
         if done.returncode:
-            raise OSError(0, f"{command} ended with {done.returncode}")
+            raise OSError(0, f"{chosen} ended with {done.returncode}")
         return path.read_text("utf-8", errors="replace")

@@ -12,6 +12,7 @@ from typing import Protocol
 from tqchat.chat.conversation import Message
 from tqchat.chat.sessions import Session
 from tqchat.engine.events import EngineOptions, Event, Sampling
+from tqchat.settings import Settings
 from tqchat.tui.parser import parser
 
 log = logging.getLogger(__name__)
@@ -88,13 +89,13 @@ class Opening:
             self._fault = fault
 
 
-def open_engine(model: str | None, options: EngineOptions, saved_model: str | None) -> Opened:
-    """Starts an engine for the model named, else the one the saved conversation was held with, else
-    the last one used, else the built-in one."""
+def open_engine(settings: Settings, saved_model: str | None) -> Opened:
+    """Starts an engine for the model chosen, else the one the saved conversation was held with,
+    else the last one used, else the built-in one."""
     from tqchat.engine.engine import Engine, default_model
 
-    name = model or saved_model
+    name = settings.model or saved_model
     name, is_small = default_model() if name is None else (name, False)
-    engine = Engine(options)
+    engine = Engine(EngineOptions.of(settings))
     engine.start()
     return Opened(engine, name, suggest_larger=is_small)
