@@ -1,19 +1,24 @@
-"""The int4 codec in plain MLX operations: x = mid + scale * code, code in -8..7.
+"""The cache's codec in plain MLX operations: x = mid + scale * code, code in -8..7, or -4..3.
 
-scale = (maximum - minimum) / 15 and mid = minimum + 8 * scale over the tokens of a block (K, per
-channel) or over a group of channels (V, per token), computed in float32 and then rounded to fp16;
-codes are round-half-even((x - mid) / scale) with the rounded parameters. A group whose scale
-rounds to zero has all codes 0, so it comes back as mid. Input is saturated to the finite fp16
-range and NaN counts as 0: a cache must hold whatever a model produces.
+With 4 bits, scale = (maximum - minimum) / 15 and mid = minimum + 8 * scale, with 3 bits 7 and 4,
+over the tokens of a block (K, per channel) or over a group of channels (V, per token), computed in
+float32 and then rounded to fp16; codes are round-half-even((x - mid) / scale) with the rounded
+parameters. A group whose scale rounds to zero has all codes 0, so it comes back as mid. Input is
+saturated to the finite fp16 range and NaN counts as 0: a cache must hold whatever a model produces.
 
 After KIVI (arXiv:2402.02750): K per channel, V per token.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from tqchat.kernels.layout import BLOCK, GROUP
 
 FP16_MAX = 65504.0
+TOP_BITS, LOW_BITS = 0x88888888, 0x77777777
+"""Of nibbles: the bit that a code of 3 bits leaves free, and the code."""
 
 
 def quantize(x: mx.array, axis: int, bits: int = 4) -> tuple[mx.array, mx.array, mx.array]:
@@ -43,18 +48,27 @@ def dequantize(codes: mx.array, scale: mx.array, mid: mx.array) -> mx.array:
     return mx.clip(x, -FP16_MAX, FP16_MAX)
 
 
-def pack_codes(codes: mx.array) -> mx.array:
-    """Codes (..., n) in -8..7 to words (..., n / 8) of uint32."""
-    nibbles = (codes + 8).astype(mx.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
+def pack_codes(codes: mx.array, bits: int = 4) -> mx.array:
+    """Codes (..., n) of `quantize` to words (..., bits * n / 32) of uint32; n: a multiple of 32."""
+    stored = (codes + (1 << (bits - 1))).astype(mx.uint32)
+    nibbles = stored.reshape(*codes.shape[:-1], codes.shape[-1] // 32, 4, 8)
     shifts = mx.arange(8, dtype=mx.uint32) * 4
-    return mx.left_shift(nibbles, shifts).sum(axis=-1).astype(mx.uint32)
+    words = mx.left_shift(nibbles, shifts).sum(axis=-1).astype(mx.uint32)
+    if bits == 3:
+        words = mx.stack(narrow([words[..., i] for i in range(4)]), axis=-1)
+    return words.reshape(*codes.shape[:-1], -1)
 
 
-def unpack_codes(words: mx.array) -> mx.array:
-    """Words (..., n / 8) to codes (..., n), float32."""
+def unpack_codes(words: mx.array, bits: int = 4) -> mx.array:
+    """The reverse of `pack_codes`, float32."""
+    shape = words.shape
+    if bits == 3:
+        words = words.reshape(*shape[:-1], shape[-1] // 3, 3)
+        words = mx.stack(widen([words[..., i] for i in range(3)]), axis=-1)
     shifts = mx.arange(8, dtype=mx.uint32) * 4
     nibbles = mx.right_shift(words[..., None], shifts) & 15
-    return nibbles.astype(mx.float32).reshape(*words.shape[:-1], 8 * words.shape[-1]) - 8.0
+    half = 1 << (bits - 1)
+    return nibbles.astype(mx.float32).reshape(*shape[:-1], 32 * shape[-1] // bits) - half
 
 
 def pack_parameters(scale: mx.array, mid: mx.array) -> mx.array:
@@ -71,31 +85,57 @@ def unpack_parameters(words: mx.array) -> tuple[mx.array, mx.array]:
     return low.astype(mx.float32), high.astype(mx.float32)
 
 
-def seal(k: mx.array, v: mx.array) -> mx.array:
-    """Tiles of K and V, both (n_kv_heads, n * BLOCK, head_dim): (n_kv_heads, n, 10 * head_dim)."""
+def narrow(words: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Four arrays of words whose nibbles are codes of 3 bits as three; see `layout`."""
+    a, b, c, last = words
+    low, middle, high = last << 3, last << 2, last << 1
+    return a | low & TOP_BITS, b | middle & TOP_BITS, c | high & TOP_BITS
+
+
+def widen(words: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """The reverse of `narrow`."""
+    a, b, c = words
+    last = (a & TOP_BITS) >> 3 | (b & TOP_BITS) >> 2 | (c & TOP_BITS) >> 1
+    return a & LOW_BITS, b & LOW_BITS, c & LOW_BITS, last
+
+
+def split_tile(tiles: Any, bits: int) -> list[Any]:
+    """K codes, K parameters, V codes, V parameters: (n_kv_heads, n, words) each."""
+    dim = tiles.shape[-1] // (2 * (bits + 1))
+    return [
+        tiles[..., : bits * dim],
+        tiles[..., bits * dim : (bits + 1) * dim],
+        tiles[..., (bits + 1) * dim : (2 * bits + 1) * dim],
+        tiles[..., (2 * bits + 1) * dim :],
+    ]
+
+
+def seal(k: mx.array, v: mx.array, bits: int = 4) -> mx.array:
+    """Tiles (n_kv_heads, n, tile_words) of K and V, both (n_kv_heads, n * BLOCK, head_dim)."""
     heads, tokens, dim = k.shape
     n = tokens // BLOCK
     k = k.reshape(heads, n, BLOCK, dim)
     v = v.reshape(heads, n, BLOCK, dim // GROUP, GROUP)
-    k_codes, k_scale, k_mid = quantize(k, axis=2)
-    v_codes, v_scale, v_mid = quantize(v, axis=4)
+    k_codes, k_scale, k_mid = quantize(k, axis=2, bits=bits)
+    v_codes, v_scale, v_mid = quantize(v, axis=4, bits=bits)
     parts = (
-        pack_codes(k_codes),
+        pack_codes(k_codes, bits),
         pack_parameters(k_scale, k_mid),
-        pack_codes(v_codes.reshape(heads, n, BLOCK, dim)),
+        pack_codes(v_codes.reshape(heads, n, BLOCK, dim), bits),
         pack_parameters(v_scale, v_mid),
     )
     return mx.concatenate([part.reshape(heads, n, -1) for part in parts], axis=-1)
 
 
-def unseal(tiles: mx.array) -> tuple[mx.array, mx.array]:
+def unseal(tiles: mx.array, bits: int = 4) -> tuple[mx.array, mx.array]:
     """The reverse of `seal`, but for what rounding lost: K and V in float32."""
     heads, n, words = tiles.shape
-    dim = words // 10
-    k_words, k_params, v_words, v_params = mx.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+    dim = words // (2 * (bits + 1))
+    k_words, k_params, v_words, v_params = split_tile(tiles, bits)
     k_scale, k_mid = unpack_parameters(k_params.reshape(heads, n, 1, dim))
-    k = dequantize(unpack_codes(k_words.reshape(heads, n, BLOCK, dim // 8)), k_scale, k_mid)
+    k_codes = unpack_codes(k_words, bits).reshape(heads, n, BLOCK, dim)
+    k = dequantize(k_codes, k_scale, k_mid)
     v_scale, v_mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
-    v_codes = unpack_codes(v_words.reshape(heads, n, BLOCK, dim // GROUP, GROUP // 8))
+    v_codes = unpack_codes(v_words, bits).reshape(heads, n, BLOCK, dim // GROUP, GROUP)
     v = dequantize(v_codes, v_scale, v_mid)
     return k.reshape(heads, n * BLOCK, dim), v.reshape(heads, n * BLOCK, dim)

@@ -15,6 +15,11 @@ A sealed block is one tile per KV head, 10 * head_dim words of 32 bits (5 bits p
 A code is a nibble, code + 8 in 0..15, the lowest nibble first. A parameter word is two fp16
 numbers: scale in the low half, mid in the high half. This is the canonical order, the one saved
 to disk; a backend may order the code words of its own tiles otherwise.
+
+Codes of 3 bits are code + 4 in 0..7, so the top bit of each nibble is free. Of every four code
+words the last is given away to the top bits of the other three: bit i of its nibbles to word i. A
+tile is then 8 * head_dim words (4 bits per element): 3 head_dim of K codes, head_dim of K
+parameters, and the same of V.
 """
 
 BLOCK = 32
@@ -28,10 +33,10 @@ TAIL_CAPACITY = TAIL_MAX + 1
 MAX_DECODE_TOKENS = 8
 
 
-def tile_words(head_dim: int) -> int:
-    """Words of 32 bits in one tile (one KV head, BLOCK tokens, K and V)."""
-    return 10 * head_dim
+def tile_words(head_dim: int, bits: int = 4) -> int:
+    """Words of 32 bits in one tile (one KV head, BLOCK tokens, K and V), codes of 3 or 4 bits."""
+    return 2 * (bits + 1) * head_dim
 
 
-def tile_bytes(head_dim: int) -> int:
-    return 4 * tile_words(head_dim)
+def tile_bytes(head_dim: int, bits: int = 4) -> int:
+    return 4 * tile_words(head_dim, bits)
