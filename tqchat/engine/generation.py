@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tqchat.engine import memory, plan
-from tqchat.engine.cache import DenseCache, Int4Cache, KVCache
+from tqchat.engine.cache import DenseCache, Int4Cache, KVCache, make_caches
 from tqchat.engine.events import (
     CacheUse,
     Event,
@@ -16,6 +16,7 @@ from tqchat.engine.events import (
     Finished,
     FinishReason,
     Memory,
+    Note,
     Planned,
     Prefilling,
     Sampling,
@@ -99,9 +100,7 @@ class Session:
         model, backend = self._loaded.model, self._loaded.backend
         kind = Int4Cache if self._loaded.info.kv == "int4" else DenseCache
         self._held = []
-        self._caches = [
-            kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)
-        ]
+        self._caches = make_caches(kind, backend, model.shape.kv_layers)
         caches = self._int4_caches()
         self._compiled = None
         if backend.compiles_steps and caches is not None:
@@ -142,9 +141,9 @@ class Session:
         caches = self._int4_caches()
         if caches is None:
             return "A KV cache in fp16 is not saved on disk."
-        loaded, model = self._loaded, self._loaded.model
-        shape = (model.n_layers, model.n_kv_heads, model.head_dim)
-        identity = Identity(loaded.fingerprint, loaded.tokenizer.fingerprint, shape)
+        loaded = self._loaded
+        layers = tuple(loaded.model.shape.kv_layers)
+        identity = Identity(loaded.fingerprint, loaded.tokenizer.fingerprint, layers)
         self._saved = SavedCache(folder, identity, budget)
         try:
             self._held, why = self._saved.restore(caches, self._fits, progress)
@@ -264,7 +263,8 @@ class Session:
         stopped: Callable[[], bool],
     ) -> Iterator[Event]:
         tokenizer, context = self._loaded.tokenizer, self._loaded.info.context
-        clock = Clock(len(prompt), self._reuse(prompt))
+        shared = self._shared(prompt)
+        clock = Clock(len(prompt), self._trim(shared))
         text: list[str] = []
 
         def finished(reason: FinishReason) -> Finished:
@@ -276,6 +276,11 @@ class Session:
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
         chunk = self._loaded.backend.prefill_chunk
+        if clock.cached_tokens < shared:
+            yield Note(
+                f"{shared:,} tokens are read again: the model's sliding-window layers have "
+                "forgotten what comes before the change."
+            )
         yield self._planned(number, len(prompt))
         yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
         while True:
@@ -356,20 +361,30 @@ class Session:
             and all(cache.may_run_ahead for cache in self._caches)
         )
 
-    def _reuse(self, prompt: Sequence[int]) -> int:
-        """Trim the cache to what it shares with `prompt`, short of its last token."""
-        shared = 0
-        for ours, theirs in zip(self._held, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        if shared < len(self._held):
-            for cache in self._caches:
-                cache.trim(shared)
-            if self._saved is not None:
-                self._saved.trim(shared)
-            del self._held[shared:]
-        return shared
+    def _shared(self, prompt: Sequence[int]) -> int:
+        """How many tokens the cache has in common with `prompt`, short of its last."""
+        pairs = zip(self._held, prompt[:-1], strict=False)
+        return next(
+            (i for i, (ours, theirs) in enumerate(pairs) if ours != theirs),
+            min(len(self._held), len(prompt) - 1),
+        )
+
+    def _trim(self, length: int) -> int:
+        """Cut the cache to `length` tokens, or to none if a window has passed what it needs.
+
+        Returns what is left.
+        """
+        if length == len(self._held):
+            return length
+        if any(length < cache.trimmable_to for cache in self._caches):
+            self.clear()
+            return 0
+        for cache in self._caches:
+            cache.trim(length)
+        if self._saved is not None:
+            self._saved.trim(length)
+        del self._held[length:]
+        return length
 
 
 def _too_long(prompt: int, context: int, excess: int) -> str:

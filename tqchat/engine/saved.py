@@ -3,7 +3,8 @@
 A folder holds `state.safetensors` and the segments that it names. A segment is a file of sealed
 blocks, which do not change: it is written once, so a turn costs what it added. The state has the
 16-bit tokens and all token ids; it is replaced as a whole, after the segments that it names are
-there and before those that it no longer names go.
+there and before those that it no longer names go. Layers with a sliding window hold little and
+forget it soon, so all that they hold is in the state.
 
 Files are safetensors (https://github.com/huggingface/safetensors#format) whose last tensor is the
 SHA-256 of all bytes before it. Tiles are in the order of `kernels.layout`.
@@ -31,8 +32,9 @@ from tqchat.chat.errors import ChatError
 from tqchat.engine.cache import Int4Cache
 from tqchat.kernels import BLOCK, GROUP, SINK, tile_words
 from tqchat.kernels.layout import TAIL_CAPACITY, tile_bytes
+from tqchat.models.kv import KVLayer
 
-VERSION = 1
+VERSION = 2
 LAYOUT = f"int4, blocks of {BLOCK}, groups of {GROUP}, sink of {SINK}, tail of {TAIL_CAPACITY}"
 
 SEGMENT_BLOCKS = 128
@@ -43,6 +45,7 @@ DISK_RESERVE = 1 << 30
 
 _STATE = "state.safetensors"
 _DIGEST_BYTES = 32
+_WORDS = {"I32": np.int32, "U32": np.uint32}
 _ITEM_BYTES = {"F16": 2, "BF16": 2, "U32": 4, "I32": 4, "U8": 1}
 
 
@@ -50,12 +53,12 @@ _ITEM_BYTES = {"F16": 2, "BF16": 2, "U32": 4, "I32": 4, "U8": 1}
 class Identity:
     """What a saved cache and the model that takes it up must have in common.
 
-    `model` and `tokenizer` are fingerprints, `shape` is layers, KV heads and head_dim.
+    `model` and `tokenizer` are fingerprints, `layers` what the model's caches are.
     """
 
     model: str
     tokenizer: str
-    shape: tuple[int, int, int]
+    layers: tuple[KVLayer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class SavedCache:
         self._identity = identity
         self._budget = budget
         self._segments: list[_Segment] = []
+        # The layers whose blocks are in segments, by their place among all.
+        self._growing = {i: x for i, x in enumerate(identity.layers) if x.window is None}
 
     # Saving
 
@@ -107,7 +112,7 @@ class SavedCache:
 
         `give_way` is asked between segments; what is written until then can be taken up.
         """
-        n_blocks = caches[0].n_blocks
+        n_blocks = next((caches[i].n_blocks for i in self._growing), 0)
         try:
             if refusal := self._make_room(self._new_bytes(held, caches)):
                 return refusal
@@ -116,6 +121,9 @@ class SavedCache:
                 stop = min(saved + SEGMENT_BLOCKS, n_blocks)
                 self._segments.append(self._write_segment(caches, saved, stop))
                 saved = stop
+            if saved < n_blocks and len(self._growing) < len(caches):
+                # Windows are of the last token, so the state before stays until all is saved.
+                return ""
             self._write_state(held, caches, whole=saved == n_blocks)
             self._sweep()
         except OSError as error:
@@ -127,41 +135,49 @@ class SavedCache:
         return sum(segment.used for segment in self._segments)
 
     def _new_bytes(self, held: Sequence[int], caches: Sequence[Int4Cache]) -> int:
-        n_layers, n_kv_heads, head_dim = self._identity.shape
-        sealed = (caches[0].n_blocks - self._n_blocks) * tile_bytes(head_dim)
-        loose = (SINK + TAIL_CAPACITY) * 4 * head_dim
-        return n_layers * n_kv_heads * (sealed + loose) + 4 * len(held)
+        total = 4 * len(held)
+        for layer, cache in zip(self._identity.layers, caches, strict=True):
+            n_blocks = cache.n_blocks - (self._n_blocks if layer.window is None else 0)
+            loose = (SINK + TAIL_CAPACITY) * 4 * layer.head_dim
+            total += layer.n_kv_heads * (n_blocks * tile_bytes(layer.head_dim) + loose)
+        return total
 
     def _write_segment(self, caches: Sequence[Int4Cache], start: int, stop: int) -> _Segment:
         name = f"{start:06}-{secrets.token_hex(4)}.safetensors"
         header = self._segment_header(stop - start)
-        tiles = (np.array(cache.blocks(start, stop)) for cache in caches)
+        tiles = (np.array(caches[i].blocks(start, stop)) for i in self._growing)
         digest = _write(self._folder / name, header, tiles)
         return _Segment(name, stop - start, stop - start, digest)
 
     def _write_state(self, held: Sequence[int], caches: Sequence[Int4Cache], whole: bool) -> None:
         """`whole`: with the tail, which follows the last block there is."""
-        sinks = [cache.sink() for cache in caches]
-        tails = [cache.tail() for cache in caches]
         if not whole:
             held = held[: SINK + BLOCK * self._n_blocks]
-            tails = [(k[:, :0], v[:, :0]) for k, v in tails]
-        arrays = {
-            f"{name}.{part}": _stacked([pair[index] for pair in pairs])
-            for name, pairs in (("sink", sinks), ("tail", tails))
-            for index, part in enumerate("kv")
-        }
-        dtype = "BF16" if sinks[0][0].dtype == mx.bfloat16 else "F16"
+        arrays: dict[str, NDArray[Any]] = {}
+        for i, cache in enumerate(caches):
+            parts = {"sink": cache.sink(), "tail": cache.tail()}
+            if not whole:
+                parts["tail"] = (parts["tail"][0][:, :0], parts["tail"][1][:, :0])
+            for name, pair in parts.items():
+                for part, array in zip("kv", pair, strict=True):
+                    arrays[f"{name}.{part}.{i}"] = np.array(array.view(mx.uint16))
+        dtype = "BF16" if caches[0].sink()[0].dtype == mx.bfloat16 else "F16"
         tensors = {name: (dtype, array.shape) for name, array in arrays.items()}
+        for i, cache in enumerate(caches):
+            if i not in self._growing:
+                tiles = np.array(cache.blocks(0, cache.n_blocks))
+                arrays[f"tiles.{i}"] = tiles
+                tensors[f"tiles.{i}"] = ("U32", tiles.shape)
+        dropped = np.array([cache.dropped for cache in caches], np.int32)
         tokens = np.array(held, np.int32)
         header = _header(
             {
                 **self._metadata(),
                 "segments": json.dumps([asdict(segment) for segment in self._segments]),
             },
-            {**tensors, "tokens": ("I32", tokens.shape)},
+            {**tensors, "dropped": ("I32", dropped.shape), "tokens": ("I32", tokens.shape)},
         )
-        _write(self._folder / _STATE, header, [*arrays.values(), tokens])
+        _write(self._folder / _STATE, header, [*arrays.values(), dropped, tokens])
 
     def _metadata(self) -> dict[str, str]:
         return {
@@ -170,13 +186,18 @@ class SavedCache:
             "layout": LAYOUT,
             "model": self._identity.model,
             "tokenizer": self._identity.tokenizer,
-            "shape": ", ".join(map(str, self._identity.shape)),
+            "layers": ", ".join(
+                f"{layer.n_kv_heads}x{layer.head_dim}"
+                + (f"/{layer.window}" if layer.window else "")
+                for layer in self._identity.layers
+            ),
         }
 
     def _segment_header(self, n_blocks: int) -> bytes:
-        n_layers, n_kv_heads, head_dim = self._identity.shape
-        shape = (n_kv_heads, n_blocks, tile_words(head_dim))
-        tensors = {f"tiles.{layer}": ("U32", shape) for layer in range(n_layers)}
+        tensors = {
+            f"tiles.{i}": ("U32", (layer.n_kv_heads, n_blocks, tile_words(layer.head_dim)))
+            for i, layer in self._growing.items()
+        }
         return _header(self._metadata(), tensors)
 
     def _sweep(self) -> None:
@@ -247,41 +268,50 @@ class SavedCache:
         if not fits(len(tokens)):
             raise _Unusable("The saved cache does not fit into the memory that is free")
         n_blocks = sum(segment.used for segment in segments)
-        for layer, cache in enumerate(caches):
-            sink_k, sink_v = arrays["sink.k"][layer], arrays["sink.v"][layer]
-            cache.restore_sink(mx.array(sink_k), mx.array(sink_v), n_blocks)
-        n_layers, n_kv_heads, head_dim = self._identity.shape
-        block_bytes = n_layers * n_kv_heads * tile_bytes(head_dim)
+        for i, (cache, dropped) in enumerate(zip(caches, arrays["dropped"].tolist(), strict=True)):
+            sink_k, sink_v = arrays[f"sink.k.{i}"], arrays[f"sink.v.{i}"]
+            cache.restore_sink(sink_k, sink_v, n_blocks if i in self._growing else 0, dropped)
+            if i not in self._growing:
+                cache.restore_blocks(arrays[f"tiles.{i}"])
+        growing = self._growing.values()
+        block_bytes = sum(layer.n_kv_heads * tile_bytes(layer.head_dim) for layer in growing)
         for segment in segments:
             try:
                 self._restore_segment(segment, caches)
             except (OSError, _Unusable):
-                length = SINK + BLOCK * self._n_blocks
-                for cache in caches:
-                    cache.trim(length)
-                return tokens[:length], f"{_DAMAGED}: what it lacks is read again."
+                return self._undamaged(tokens, caches)
             self._segments.append(segment)
             progress(block_bytes * self._n_blocks, block_bytes * n_blocks)
-        for layer, cache in enumerate(caches):
-            tail_k, tail_v = arrays["tail.k"][layer], arrays["tail.v"][layer]
-            cache.restore_tail(mx.array(tail_k), mx.array(tail_v))
+        for i, cache in enumerate(caches):
+            cache.restore_tail(arrays[f"tail.k.{i}"], arrays[f"tail.v.{i}"])
         with contextlib.suppress(OSError):
             os.utime(state)
         return tokens, ""
 
+    def _undamaged(
+        self, tokens: Sequence[int], caches: Sequence[Int4Cache]
+    ) -> tuple[list[int], str]:
+        """Go back to the end of the last segment that was taken up, if all layers can."""
+        length = SINK + BLOCK * self._n_blocks
+        if any(length < cache.trimmable_to for cache in caches):
+            length, self._segments = 0, []
+        for cache in caches:
+            cache.trim(length)
+        return list(tokens[:length]), f"{_DAMAGED}: what it lacks is read again."
+
     def _restore_segment(self, segment: _Segment, caches: Sequence[Int4Cache]) -> None:
         header = self._segment_header(segment.stored)
-        _, n_kv_heads, head_dim = self._identity.shape
-        tiles = np.empty((n_kv_heads, segment.stored, tile_words(head_dim)), np.uint32)
         digest = hashlib.sha256(header)
         with (self._folder / segment.name).open("rb") as file:
             if file.read(len(header)) != header:
                 raise _Unusable(_DAMAGED)
-            for cache in caches:
+            for i, layer in self._growing.items():
+                shape = (layer.n_kv_heads, segment.stored, tile_words(layer.head_dim))
+                tiles = np.empty(shape, np.uint32)
                 if file.readinto(tiles.data.cast("B")) != tiles.nbytes:
                     raise _Unusable(_DAMAGED)
                 digest.update(tiles.data)
-                cache.restore_blocks(mx.array(tiles[:, : segment.used]))
+                caches[i].restore_blocks(mx.array(tiles[:, : segment.used]))
             if file.read() != digest.digest() or segment.sha256 != digest.hexdigest():
                 raise _Unusable(_DAMAGED)
 
@@ -302,8 +332,8 @@ class SavedCache:
         if hashlib.sha256(data[:split]).digest() != data[split:]:
             raise _Unusable(_DAMAGED)
         arrays = {}
-        for name in ("sink.k", "sink.v", "tail.k", "tail.v", "tokens"):
-            entry = header[name]
+        header.pop("sha256")
+        for name, entry in header.items():
             begin, end = entry["data_offsets"]
             raw = data[start + begin : start + end]
             arrays[name] = _array(raw, entry["dtype"], entry["shape"])
@@ -312,7 +342,7 @@ class SavedCache:
 
 _OTHERS = {
     "model": "another model",
-    "shape": "another model",
+    "layers": "another model",
     "tokenizer": "another tokenizer or chat template",
 }
 
@@ -355,14 +385,9 @@ def _header(metadata: dict[str, str], tensors: Mapping[str, tuple[str, tuple[int
     return len(text).to_bytes(8, "little") + text
 
 
-def _stacked(arrays: Sequence[mx.array]) -> NDArray[np.uint16]:
-    """The bits of 16-bit arrays, which numpy may have no type for."""
-    return np.stack([np.array(array.view(mx.uint16)) for array in arrays])
-
-
 def _array(raw: bytes, dtype: str, shape: Sequence[int]) -> mx.array:
-    if dtype == "I32":
-        return mx.array(np.frombuffer(raw, np.int32).reshape(shape))
+    if dtype in _WORDS:
+        return mx.array(np.frombuffer(raw, _WORDS[dtype]).reshape(shape))
     bits = mx.array(np.frombuffer(raw, np.uint16).reshape(shape))
     return bits.view(mx.bfloat16 if dtype == "BF16" else mx.float16)
 
