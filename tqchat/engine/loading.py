@@ -90,6 +90,8 @@ def load_path(
     model = build(Config(name, checkpoint.config), weights, backend, built)
     context = model.context if options.context is None else options.context
     notes = [note for note in (backend.note,) if note]
+    if checkpoint.text_only:
+        notes.append("This model's parts for pictures or sound are left out: it reads text alone.")
     if template.is_default:
         notes.append("This model brings no chat template; a plain one is used.")
     if context > model.context:

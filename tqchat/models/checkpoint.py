@@ -16,6 +16,7 @@ from tqchat.models import gguf, gguf_llama, registry
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.folder import read_config, read_json, weight_files
+from tqchat.models.multimodal import text_name
 
 # https://github.com/huggingface/safetensors#format, and MLX's limit on the header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -33,7 +34,8 @@ class Checkpoint:
     """`config` has the keys of config.json; `quantization` in it is as MLX writes it.
 
     Tensors of safetensors files are read when they are evaluated, those of a GGUF file are in
-    memory. `gguf_metadata` is None for a folder.
+    memory. `gguf_metadata` is None for a folder. `text_only`: the model has other parts, for
+    pictures or sound, that were left out.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     gguf_metadata: gguf.Metadata | None
     weights_bytes: int
+    text_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +103,22 @@ def _read_folder(folder: Path) -> Checkpoint:
     files = weight_files(folder)
     weights_bytes = sum(_check_safetensors(file).total() for file in files)
     weights: dict[str, mx.array] = {}
+    text_only = False
     for file in files:
         try:
             shard = mx.load(str(file))
         except Exception as error:
             raise _broken(file, str(error)) from None
         assert isinstance(shard, dict)
-        if twice := weights.keys() & shard.keys():
-            raise _broken(file, f"tensor {min(twice)!r} is in another shard too")
-        weights |= shard
-    return Checkpoint(folder, config, weights, generation_config, None, weights_bytes)
+        for name, tensor in shard.items():
+            own = text_name(name)
+            if own is None:
+                text_only = True
+            elif own in weights:
+                raise _broken(file, f"tensor {name!r} is in another shard too")
+            else:
+                weights[own] = tensor
+    return Checkpoint(folder, config, weights, generation_config, None, weights_bytes, text_only)
 
 
 def _gguf_architecture(path: Path, header: gguf.Header) -> ModuleType:
@@ -123,7 +132,10 @@ def _gguf_architecture(path: Path, header: gguf.Header) -> ModuleType:
 
 
 def _check_safetensors(file: Path) -> Counter[str]:
-    """Bytes by dtype, once every tensor is known to lie within the file. Raises ModelError."""
+    """Bytes by dtype of the text part's tensors, once all are known to lie within the file.
+
+    Raises ModelError.
+    """
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -164,7 +176,7 @@ def _check_safetensors(file: Path) -> Counter[str]:
         if end - begin != prod(shape) * _DTYPE_BYTES[dtype]:
             raise _broken(file, f"tensor {name!r} does not have the bytes its shape asks for")
         spans.append((begin, end, name))
-        nbytes[dtype] += end - begin
+        nbytes[dtype] += end - begin if text_name(name) else 0
     position = 0
     for begin, end, name in sorted(spans):
         if begin < position:

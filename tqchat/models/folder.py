@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tqchat.models.errors import ModelError
+from tqchat.models.multimodal import text_config
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -42,10 +43,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with MLX's quantisation under `quantization`. Raises ModelError for others."""
+    """config.json, its text part, with MLX's quantisation under `quantization`.
+
+    Raises ModelError for other quantisations.
+    """
     if not (folder / "config.json").exists():
         raise ModelError(f"{folder} holds no config.json, so it is not a model. {_other(folder)}")
-    config = read_json(folder / "config.json")
+    config = text_config(read_json(folder / "config.json"))
     quantization = config.pop("quantization", None) or config.get("quantization_config")
     if not quantization:
         return config

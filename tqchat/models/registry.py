@@ -13,6 +13,12 @@ from tqchat.models.errors import ModelError
 from tqchat.models.kv import KVLayer
 from tqchat.models.layers import LayerCache
 from tqchat.models.llama import Llama
+from tqchat.models.ministral3 import Ministral3, Ministral3Config
+from tqchat.models.phi3 import Phi3
+from tqchat.models.qwen2 import Qwen2
+from tqchat.models.qwen3 import Qwen3
+from tqchat.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
+from tqchat.models.smollm3 import SmolLM3, SmolLM3Config
 from tqchat.models.weights import Weights
 
 
@@ -68,7 +74,24 @@ class Architecture:
 
 
 LLAMA = Architecture(DecoderConfig.parse, Llama)
-ARCHITECTURES = {"llama": LLAMA, "mistral": LLAMA}
+QWEN2 = Architecture(DecoderConfig.parse, Qwen2)
+QWEN3 = Architecture(DecoderConfig.parse, Qwen3)
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "ministral": LLAMA,
+    "ministral3": Architecture(Ministral3Config.parse, Ministral3),
+    "mistral": LLAMA,
+    "phi3": Architecture(DecoderConfig.parse, Phi3),
+    "qwen2": QWEN2,
+    "qwen2_vl": QWEN2,
+    "qwen2_vl_text": QWEN2,
+    "qwen2_5_vl": QWEN2,
+    "qwen2_5_vl_text": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": Architecture(Qwen3MoEConfig.parse, Qwen3MoE),
+    "qwen3_vl_text": QWEN3,
+    "smollm3": Architecture(SmolLM3Config.parse, SmolLM3),
+}
 
 
 def architecture(config: Config) -> Architecture:
