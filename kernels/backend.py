@@ -8,6 +8,7 @@ Arrays have no batch axis: hidden states are (tokens, hidden_size), attention's 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -19,11 +20,15 @@ from tqchat.kernels.weight import Weight
 # An mx.array; in the CPU backend a numpy array, which has the same operators and methods.
 Array: TypeAlias = Any
 
+# Of gpt-oss's SwiGLU, and twice sqrt(2 / pi)
+CLAMP, SWISH, GELU = 7.0, 1.702, 1.5957691216057308
+
 
 class Backend:
     """Plain MLX operations on the default device, activations in `dtype`.
 
-    `cache_dtype` is the 16-bit type of tail, sink and dense cache.
+    `cache_dtype` is the 16-bit type of tail, sink and dense cache. The quantised cache has codes of
+    `kv_bits` bits, 3 or 4.
     """
 
     name = "plain MLX"
@@ -36,9 +41,17 @@ class Backend:
     # Tokens prefilled at a time: a stop is heard between chunks, so one must stay short.
     prefill_chunk = 512
 
-    def __init__(self, dtype: mx.Dtype = mx.float32, cache_dtype: mx.Dtype | None = None) -> None:
+    def __init__(
+        self,
+        dtype: mx.Dtype = mx.float32,
+        cache_dtype: mx.Dtype | None = None,
+        kv_bits: int = 4,
+    ) -> None:
         self.dtype = dtype
+        self.kv_bits = kv_bits
         self.cache_dtype = cache_dtype or (mx.float16 if dtype == mx.float32 else dtype)
+        # Of each element of a layer's past that prefill writes out; 0: it reads codes as they lie.
+        self.past_bytes = int(dtype.size)
 
     # Arrays
 
@@ -73,15 +86,12 @@ class Backend:
 
     def load(self, weight: Weight) -> Weight:
         """The form of a weight that this backend computes with. Called once, when loading."""
+        if weight.mode != "affine":
+            return weight
         if weight.bits:
             # quantized_matmul wants scales in the activations' type.
-            return Weight(
-                weight.data,
-                weight.scales.astype(self.dtype),
-                weight.biases.astype(self.dtype),
-                weight.group_size,
-                weight.bits,
-            )
+            scales, biases = (x.astype(self.dtype) for x in (weight.scales, weight.biases))
+            return replace(weight, scales=scales, biases=biases)
         return Weight(weight.data.astype(self.dtype))
 
     def load_vector(self, x: mx.array) -> Array:
@@ -100,9 +110,10 @@ class Backend:
         return mx.dequantize(
             weight.data[index],
             weight.scales[index],
-            weight.biases[index],
+            None if weight.biases is None else weight.biases[index],
             group_size=weight.group_size,
             bits=weight.bits,
+            mode=weight.mode,
         ).astype(self.dtype)
 
     def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
@@ -116,6 +127,7 @@ class Backend:
                 transpose=True,
                 group_size=weight.group_size,
                 bits=weight.bits,
+                mode=weight.mode,
             )
         else:
             y = x @ weight.data.T
@@ -151,6 +163,19 @@ class Backend:
         gate, up = mx.split(gate_up, 2, axis=-1)
         return gate * mx.sigmoid(gate) * up
 
+    def clamped_swiglu(self, gate_up: Array) -> Array:
+        """gate * sigmoid(1.702 gate) * (up + 1), the gate at most 7 and up within 7 of zero, of
+        (tokens, 2 * size), gate first (gpt-oss's model card, arXiv:2508.10925)."""
+        gate, up = mx.split(gate_up, 2, axis=-1)
+        gate = mx.minimum(gate, CLAMP)
+        return gate * mx.sigmoid(SWISH * gate) * (mx.clip(up, -CLAMP, CLAMP) + 1)
+
+    def geglu(self, gate_up: Array) -> Array:
+        """gelu(gate) * up of (tokens, 2 * size), gate first; GELU by tanh (arXiv:1606.08415)."""
+        gate, up = mx.split(gate_up, 2, axis=-1)
+        # 1 + tanh(x) = 2 sigmoid(2 x)
+        return gate * mx.sigmoid(GELU * (gate + 0.044715 * gate * gate * gate)) * up
+
     def temper(self, q: Array, offset: int, beta: float, length: float) -> Array:
         """q (n_heads, tokens, head_dim) times 1 + beta * ln(1 + floor(position / length)).
 
@@ -181,29 +206,36 @@ class Backend:
         gate_up: Weight,
         down: Weight,
         activation: Callable[[Array], Array],
+        biases: tuple[Array, Array] | None = None,
     ) -> Array:
         """The sum of each token's chosen experts, by their shares; x and result (tokens, size).
 
-        An expert is down(activation(gate_up(x))); activation takes (rows, 2 * size).
+        An expert is down(activation(gate_up(x))); activation takes (rows, 2 * size). biases: of
+        gate_up and down, a row for each expert.
         """
         tokens, top_k = chosen.shape
         index = chosen.reshape(-1)
         # Grouped by expert, so that a matrix is read once.
         order = mx.argsort(index)
         index = index[order]
-        y = activation(_gather(x[order // top_k], gate_up, index))
-        y = _gather(y, down, index)[mx.argsort(order)].reshape(tokens, top_k, -1)
+        y = _gather(x[order // top_k], gate_up, index)
+        if biases is not None:
+            y = y + biases[0][index]
+        y = _gather(activation(y), down, index)
+        if biases is not None:
+            y = y + biases[1][index]
+        y = y[mx.argsort(order)].reshape(tokens, top_k, -1)
         return (y * shares[..., None]).sum(axis=1).astype(x.dtype)
 
     # The int4 cache
 
     def seal(self, k: Array, v: Array) -> Array:
         """Tiles (n_kv_heads, n, tile_words) of K and V (n_kv_heads, n * BLOCK, head_dim)."""
-        return codec.seal(k, v)
+        return codec.seal(k, v, self.kv_bits)
 
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         """K and V (n_kv_heads, n * BLOCK, head_dim) of tiles, in the activations' type."""
-        k, v = codec.unseal(tiles)
+        k, v = codec.unseal(tiles, self.kv_bits)
         return k.astype(self.dtype), v.astype(self.dtype)
 
     def to_canonical(self, tiles: Array) -> Array:
@@ -307,6 +339,7 @@ def _gather(x: mx.array, weight: Weight, index: mx.array) -> mx.array:
         transpose=True,
         group_size=weight.group_size,
         bits=weight.bits,
+        mode=weight.mode,
         sorted_indices=True,
     )[:, 0]
 

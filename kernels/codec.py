@@ -49,26 +49,22 @@ def dequantize(codes: mx.array, scale: mx.array, mid: mx.array) -> mx.array:
 
 
 def pack_codes(codes: mx.array, bits: int = 4) -> mx.array:
-    """Codes (..., n) of `quantize` to words (..., bits * n / 32) of uint32; n: a multiple of 32."""
+    """Codes (..., n) of `quantize` to words (..., bits * n / 32) of uint32."""
     stored = (codes + (1 << (bits - 1))).astype(mx.uint32)
-    nibbles = stored.reshape(*codes.shape[:-1], codes.shape[-1] // 32, 4, 8)
+    nibbles = stored.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     shifts = mx.arange(8, dtype=mx.uint32) * 4
     words = mx.left_shift(nibbles, shifts).sum(axis=-1).astype(mx.uint32)
-    if bits == 3:
-        words = mx.stack(narrow([words[..., i] for i in range(4)]), axis=-1)
-    return words.reshape(*codes.shape[:-1], -1)
+    words = words.reshape(*codes.shape[:-1], codes.shape[-1] // 8)
+    return narrow_words(words) if bits == 3 else words
 
 
 def unpack_codes(words: mx.array, bits: int = 4) -> mx.array:
     """The reverse of `pack_codes`, float32."""
-    shape = words.shape
-    if bits == 3:
-        words = words.reshape(*shape[:-1], shape[-1] // 3, 3)
-        words = mx.stack(widen([words[..., i] for i in range(3)]), axis=-1)
+    words = widen_words(words) if bits == 3 else words
     shifts = mx.arange(8, dtype=mx.uint32) * 4
     nibbles = mx.right_shift(words[..., None], shifts) & 15
     half = 1 << (bits - 1)
-    return nibbles.astype(mx.float32).reshape(*shape[:-1], 32 * shape[-1] // bits) - half
+    return nibbles.astype(mx.float32).reshape(*words.shape[:-1], 8 * words.shape[-1]) - half
 
 
 def pack_parameters(scale: mx.array, mid: mx.array) -> mx.array:
@@ -97,6 +93,34 @@ def widen(words: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
     a, b, c = words
     last = (a & TOP_BITS) >> 3 | (b & TOP_BITS) >> 2 | (c & TOP_BITS) >> 1
     return a & LOW_BITS, b & LOW_BITS, c & LOW_BITS, last
+
+
+def narrow_words(words: mx.array) -> mx.array:
+    """`narrow` of every four consecutive words: (..., 4 n) to (..., 3 n)."""
+    shape = (*words.shape[:-1], words.shape[-1] // 4)
+    fours = words.reshape(*shape, 4)
+    threes = mx.stack(narrow([fours[..., i] for i in range(4)]), axis=-1)
+    return threes.reshape(*shape[:-1], 3 * shape[-1])
+
+
+def widen_words(words: mx.array) -> mx.array:
+    """The reverse of `narrow_words`."""
+    shape = (*words.shape[:-1], words.shape[-1] // 3)
+    threes = words.reshape(*shape, 3)
+    fours = mx.stack(widen([threes[..., i] for i in range(3)]), axis=-1)
+    return fours.reshape(*shape[:-1], 4 * shape[-1])
+
+
+def narrow_tiles(tiles: mx.array) -> mx.array:
+    """Canonical tiles of 3 bits, of ones whose code words are still as with 4."""
+    k, k_params, v, v_params = split_tile(tiles, 4)
+    return mx.concatenate([narrow_words(k), k_params, narrow_words(v), v_params], axis=-1)
+
+
+def widen_tiles(tiles: mx.array) -> mx.array:
+    """The reverse of `narrow_tiles`."""
+    k, k_params, v, v_params = split_tile(tiles, 3)
+    return mx.concatenate([widen_words(k), k_params, widen_words(v), v_params], axis=-1)
 
 
 def split_tile(tiles: Any, bits: int) -> list[Any]:

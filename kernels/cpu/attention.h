@@ -92,7 +92,7 @@ INLINE void fetch_tile(const Attention *a, int64_t head, const Unit *u, int64_t 
     if (!tiles->start || u->first / BLOCK + ahead >= u->span->tokens / BLOCK)
         return;
     const uint32_t *words = tile_words(tiles, head, u->first / BLOCK + ahead, a->head_dim);
-    for (int64_t i = 0; i < 10 * a->head_dim; i += 16)
+    for (int64_t i = 0; i < tile_size(tiles->bits, a->head_dim); i += 16)
         __builtin_prefetch(words + i, 0, 2);
 }
 
@@ -101,7 +101,7 @@ INLINE void scores_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     for (int r = 0; r < n; r++)
         constant[r] = (vf){0};
     for (int64_t c = 0; c < dim; c += LANES) {
-        vf scale = load_half(tile->k_scales + c), base = base_of(scale, load_half(tile->k_mids + c));
+        vf scale = load_half(tile->k_scales + c), base = base_of(tile, scale, load_half(tile->k_mids + c));
         for (int r = 0; r < n; r++) {
             vf q = load(rows[r].q + c);
             store(rows[r].k_folded + c, q * scale);
@@ -148,7 +148,7 @@ INLINE void values_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
             for (int t = 0; t < BLOCK; t += LANES) {
                 vf weight = load(rows[r].scores + t), scale = load_half(parameters + t);
                 store(folded[r] + t, weight * scale);
-                sum += weight * base_of(scale, load_half(parameters + BLOCK + t));
+                sum += weight * base_of(tile, scale, load_half(parameters + BLOCK + t));
             }
             store(bases, sum);
         }
@@ -258,8 +258,9 @@ INLINE void softmax_step(const Attention *a, Row *row, int low, int high) {
     store(row->weight, weight);
 }
 
-INLINE void step_rows(int n, const StepJob *job, const Unit *u, int64_t head, Row *rows,
-                      int64_t first_row) {
+/* `tile`: the unit's, if it is one. */
+INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile, int64_t head,
+                      Row *rows, int64_t first_row) {
     const Attention *a = job->attention;
     const Span *span = u->span;
     int low[ROWS], high[ROWS], any = 0;
@@ -270,14 +271,10 @@ INLINE void step_rows(int n, const StepJob *job, const Unit *u, int64_t head, Ro
     if (!any)
         return;
     if (span->tiles.start) {
-        Tile tile = tile_at(tile_words(&span->tiles, head, u->first / BLOCK, a->head_dim),
-                            a->head_dim);
-        if (first_row == 0)
-            fetch_tile(a, head, u, TILES_AHEAD);
-        scores_of_tile(n, rows, &tile, a->head_dim);
+        scores_of_tile(n, rows, tile, a->head_dim);
         for (int r = 0; r < n; r++)
             softmax_step(a, rows + r, low[r], high[r]);
-        values_of_tile(n, rows, &tile, a->head_dim);
+        values_of_tile(n, rows, tile, a->head_dim);
     } else {
         scores_of_rows(n, span->k.format, rows, row_at(&span->k, head, u->first),
                        span->k.token_stride, u->tokens, a->head_dim);
@@ -300,6 +297,7 @@ static void step_piece(const void *of, int piece, int thread) {
         Unit u = unit_at(a, i);
         fetch_tile(a, head, &u, 0);
     }
+    Room room;
     Row *rows = pool_scratch(thread);
     float *memory = (float *)(rows + n_rows);
     memset(memory, 0, 4 * (size_t)(n_rows * row_floats(dim)));
@@ -319,12 +317,17 @@ static void step_piece(const void *of, int piece, int thread) {
     }
     for (int64_t i = start; i < end; i++) {
         Unit u = unit_at(a, i);
+        Tile tile = {0};
+        if (u.span->tiles.start) {
+            fetch_tile(a, head, &u, TILES_AHEAD);
+            tile = tile_at(&u.span->tiles, head, u.first / BLOCK, dim, room);
+        }
         for (int64_t r = 0; r < n_rows; r += ROWS) {
             switch (at_most(n_rows - r, ROWS)) {
-            case 1: step_rows(1, job, &u, head, rows + r, r); break;
-            case 2: step_rows(2, job, &u, head, rows + r, r); break;
-            case 3: step_rows(3, job, &u, head, rows + r, r); break;
-            case 4: step_rows(4, job, &u, head, rows + r, r); break;
+            case 1: step_rows(1, job, &u, &tile, head, rows + r, r); break;
+            case 2: step_rows(2, job, &u, &tile, head, rows + r, r); break;
+            case 3: step_rows(3, job, &u, &tile, head, rows + r, r); break;
+            case 4: step_rows(4, job, &u, &tile, head, rows + r, r); break;
             }
         }
     }
@@ -402,15 +405,18 @@ typedef struct {
 /* K of a unit, transposed, as BLOCK / NR panels (head_dim, NR). */
 static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
     const Span *span = u->span;
+    Room room;
+    Tile tile = {0};
+    if (span->tiles.start)
+        tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
     for (int t = 0; t < BLOCK; t += LANES) {
         float *panel = panels + t / NR * dim * NR + t % NR;
         if (span->tiles.start) {
-            Tile tile = tile_at(tile_words(&span->tiles, head, u->first / BLOCK, dim), dim);
             for (int64_t c = 0; c < dim; c += LANES) {
                 float scales[LANES], bases[LANES];
                 vf scale = load_half(tile.k_scales + c);
                 store(scales, scale);
-                store(bases, base_of(scale, load_half(tile.k_mids + c)));
+                store(bases, base_of(&tile, scale, load_half(tile.k_mids + c)));
                 for (int i = 0; i < LANES; i++) {
                     vu codes = load_words(tile.k + (c + i) / 8 * BLOCK + t);
                     vf code = nibble(codes >> (int)((c + i) % 8 * 4));
@@ -435,16 +441,19 @@ static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
 /* V of a unit, as BLOCK rows of head_dim / NR panels (keys, NR); `panels` is at its first row. */
 static void fill_values(const Unit *u, int64_t head, int64_t dim, int64_t keys, float *panels) {
     const Span *span = u->span;
+    Room room;
+    Tile tile = {0};
+    if (span->tiles.start)
+        tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
     for (int64_t c = 0; c < dim; c += LANES) {
         float *panel = panels + c / NR * keys * NR + c % NR;
         if (span->tiles.start) {
-            Tile tile = tile_at(tile_words(&span->tiles, head, u->first / BLOCK, dim), dim);
             const uint16_t *parameters = tile.v_parameters + c / GROUP * 2 * BLOCK;
             float scales[BLOCK], bases[BLOCK];
             for (int t = 0; t < BLOCK; t += LANES) {
                 vf scale = load_half(parameters + t);
                 store(scales + t, scale);
-                store(bases + t, base_of(scale, load_half(parameters + BLOCK + t)));
+                store(bases + t, base_of(&tile, scale, load_half(parameters + BLOCK + t)));
             }
             for (int t = 0; t < BLOCK; t++) {
                 vu codes = load_words(tile.v + t / 8 * dim + c);

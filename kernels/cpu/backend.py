@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from tqchat.kernels.backend import Array, Backend
+from tqchat.kernels import codec
+from tqchat.kernels.backend import CLAMP, GELU, SWISH, Array, Backend
 from tqchat.kernels.cpu import _native
 from tqchat.kernels.cpu.cores import usable_cores
 from tqchat.kernels.layout import BLOCK, GROUP
@@ -24,8 +25,9 @@ class CPU(Backend):
 
     prefill_chunk = 256
 
-    def __init__(self, threads: int | None = None) -> None:
-        super().__init__(mx.float32)
+    def __init__(self, threads: int | None = None, kv_bits: int = 4) -> None:
+        super().__init__(mx.float32, kv_bits=kv_bits)
+        self.past_bytes = 0
         self.threads = _native.set_threads(threads or usable_cores())
         self.name = f"CPU, {_native.instruction_sets()[0]}, {self.threads} threads"
         self._arena = _Arena()
@@ -55,7 +57,10 @@ class CPU(Backend):
     # Layers
 
     def load(self, weight: Weight) -> Weight:
-        """Types stay as they are; widths other than 4 and 8 bits become 8, which hold them."""
+        """Types stay as they are; widths other than 4 and 8 bits become 8, which hold them, and so
+        do MXFP4's codes. MXFP8 and NVFP4 become bfloat16, which holds them."""
+        if weight.mode != "affine":
+            weight = _affine(weight)
         data, keep = _numpy(weight.data), self._arena.keep
         if not weight.bits:
             return Weight(keep(data))
@@ -98,6 +103,17 @@ class CPU(Backend):
     def swiglu(self, gate_up: Array) -> Array:
         return _native.swiglu(gate_up)
 
+    def clamped_swiglu(self, gate_up: Array) -> Array:
+        gate, up = np.split(gate_up, 2, axis=-1)
+        gate = np.minimum(gate, CLAMP)
+        return gate * (np.clip(up, -CLAMP, CLAMP) + 1) / (1 + np.exp(-SWISH * gate))
+
+    def geglu(self, gate_up: Array) -> Array:
+        gate, up = np.split(gate_up, 2, axis=-1)
+        inner = gate * (GELU + GELU * 0.044715 * gate * gate)
+        # exp overflows past 88, where the quotient is 0 to the last bit anyway.
+        return gate * up / (1 + np.exp(np.minimum(-inner, 80.0)))
+
     def temper(self, q: Array, offset: int, beta: float, length: float) -> Array:
         positions = np.arange(offset, offset + q.shape[1])
         factors = 1 + beta * np.log1p(positions // length)
@@ -121,26 +137,30 @@ class CPU(Backend):
         gate_up: Weight,
         down: Weight,
         activation: Callable[[Array], Array],
+        biases: tuple[Array, Array] | None = None,
     ) -> Array:
         out = np.zeros_like(x)
         for expert in np.unique(chosen):
             tokens, slots = np.nonzero(chosen == expert)
-            y = activation(self.linear(x[tokens], gate_up.expert(expert)))
-            out[tokens] += shares[tokens, slots, None] * self.linear(y, down.expert(expert))
+            up, down_bias = (None, None) if biases is None else (b[expert] for b in biases)
+            y = activation(self.linear(x[tokens], gate_up.expert(expert), up))
+            y = self.linear(y, down.expert(expert), down_bias)
+            out[tokens] += shares[tokens, slots, None] * y
         return out
 
     # The int4 cache
 
     def seal(self, k: Array, v: Array) -> Array:
-        return _native.seal(k, v)
+        return _native.seal(k, v, self.kv_bits)
 
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
-        return _native.unseal(tiles)
+        return _native.unseal(tiles, self.kv_bits)
 
     def to_canonical(self, tiles: Array) -> mx.array:
-        heads, n, size = tiles.shape
-        dim = size // 10
-        k, k_parameters, v, v_parameters = np.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+        k, k_parameters, v, v_parameters = codec.split_tile(tiles, self.kv_bits)
+        if self.kv_bits == 3:
+            k, v = (np.concatenate(codec.widen(np.split(x, 3, axis=-1)), axis=-1) for x in (k, v))
+        heads, n, dim = k_parameters.shape
         v_codes = _unpacked(v.reshape(heads, n, BLOCK // 8, dim)).swapaxes(3, 4)
         parts = (
             k.reshape(heads, n, dim // 8, BLOCK).swapaxes(2, 3),
@@ -150,13 +170,13 @@ class CPU(Backend):
             .reshape(heads, n, dim // GROUP, 2, BLOCK)
             .transpose(0, 1, 4, 2, 3),
         )
-        return mx.array(_joined(parts))
+        canonical = mx.array(_joined(parts))
+        return codec.narrow_tiles(canonical) if self.kv_bits == 3 else canonical
 
     def from_canonical(self, tiles: mx.array) -> Array:
-        words = _numpy(tiles)
-        heads, n, size = words.shape
-        dim = size // 10
-        k, k_parameters, v, v_parameters = np.split(words, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+        words = _numpy(codec.widen_tiles(tiles) if self.kv_bits == 3 else tiles)
+        k, k_parameters, v, v_parameters = codec.split_tile(words, 4)
+        heads, n, dim = k_parameters.shape
         v_codes = _unpacked(v.reshape(heads, n, BLOCK, dim // 8))
         parts = (
             k.reshape(heads, n, BLOCK, dim // 8).swapaxes(2, 3),
@@ -166,6 +186,8 @@ class CPU(Backend):
             .reshape(heads, n, BLOCK, dim // GROUP, 2)
             .transpose(0, 1, 3, 4, 2),
         )
+        if self.kv_bits == 3:
+            parts = (_narrowed(parts[0]), parts[1], _narrowed(parts[2]), parts[3])
         return _joined(parts)
 
     def attend(
@@ -244,6 +266,29 @@ def _numpy(x: mx.array) -> NDArray[Any]:
     return np.require(np.asarray(x), requirements=["C", "A"])
 
 
+def _affine(weight: Weight) -> Weight:
+    """The same numbers in a form that the native kernels know."""
+    if weight.mode == "mxfp4":
+        # A code has a sign, two bits of exponent and one of mantissa: up to 6, in steps of 1/2.
+        magnitudes = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint16)
+        widened = np.concatenate([12 + magnitudes, 12 - magnitudes])
+        pairs = widened[np.arange(256) & 15] | widened[np.arange(256) >> 4] << 8
+        data = pairs[_numpy(weight.data).view(np.uint8)].view(np.uint32)
+        scales = mx.power(2.0, weight.scales.astype(mx.float32) - 128)
+        scales, biases = scales.astype(mx.bfloat16), (-12 * scales).astype(mx.bfloat16)
+        return Weight(mx.array(data), scales, biases, weight.group_size, 8)
+    return Weight(
+        mx.dequantize(
+            weight.data,
+            weight.scales,
+            group_size=weight.group_size,
+            bits=weight.bits,
+            mode=weight.mode,
+            dtype=mx.bfloat16,
+        )
+    )
+
+
 def _widened(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
     """Codes of `bits` bits, lowest first, as bytes."""
     rows = []
@@ -261,6 +306,12 @@ def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[np.uint32]:
     """Arrays (heads, n, ...) as words, side by side."""
     flat = [part.reshape(*part.shape[:2], math.prod(part.shape[2:])) for part in parts]
     return np.concatenate([np.ascontiguousarray(part).view(np.uint32) for part in flat], axis=-1)
+
+
+def _narrowed(codes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Code words (heads, n, ...) of 3 bits: the last quarter of a tile's into the others."""
+    quarters = np.split(codes.reshape(*codes.shape[:2], -1), 4, axis=-1)
+    return np.concatenate(codec.narrow(quarters), axis=-1)
 
 
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)

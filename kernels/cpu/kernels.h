@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { BLOCK = 32, GROUP = 32 };
+enum { BLOCK = 32, GROUP = 32, MAX_HEAD_DIM = 512 };
 
 typedef enum { F32, F16, BF16, Q4, Q8 } Format;
 
@@ -74,11 +74,13 @@ typedef struct {
 typedef struct {
     const uint32_t *start;
     int64_t head_stride;
+    int bits; /* 3 or 4 */
 } Tiles;
 
 typedef struct {
     Rows k, v;
     int64_t heads, blocks, head_dim;
+    int bits;
     uint32_t *tiles; /* contiguous */
 } Seal;
 

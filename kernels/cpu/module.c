@@ -16,7 +16,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-enum { MAX_STEP_TOKENS = 8, LONG_WORK = 4000000, MAX_HEAD_DIM = 512 };
+enum { MAX_STEP_TOKENS = 8, LONG_WORK = 4000000 };
 
 static const Kernels *kernels;
 
@@ -330,7 +330,7 @@ static int read_tiles(PyObject *object, Tiles *tiles, npy_intp shape[3]) {
         (PyArray_SIZE(array) && shape[2] > 1 && PyArray_STRIDE(array, 2) != 4) ||
         (PyArray_SIZE(array) && shape[1] > 1 && PyArray_STRIDE(array, 1) != 4 * words))
         return !!wrong("the tiles of a head must be contiguous");
-    *tiles = (Tiles){PyArray_DATA(array), PyArray_STRIDE(array, 0) / 4};
+    *tiles = (Tiles){PyArray_DATA(array), PyArray_STRIDE(array, 0) / 4, 0};
     return 1;
 }
 
@@ -368,14 +368,24 @@ static PyObject *py_write(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return release(&held, Py_None);
 }
 
+/* 0 with an exception set where there is no such codec. */
+static int code_bits(PyObject *object) {
+    long bits = PyLong_AsLong(object);
+    if (bits != 3 && bits != 4 && !PyErr_Occurred())
+        wrong("codes have 3 or 4 bits");
+    return PyErr_Occurred() ? 0 : (int)bits;
+}
+
 static PyObject *py_seal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     Held held = {.n = 0};
     Seal job;
     npy_intp shape[3], v_shape[3];
     PyArrayObject *tiles;
-    if (n != 2)
-        return wrong("seal takes k, v");
+    if (n != 3)
+        return wrong("seal takes k, v, bits");
+    if (!(job.bits = code_bits(args[2])))
+        return NULL;
     if (!read_rows(&held, args[0], &job.k, shape) || !read_rows(&held, args[1], &job.v, v_shape))
         return release(&held, NULL);
     if (memcmp(shape, v_shape, sizeof shape) || shape[1] % BLOCK || !is_head_dim(shape[2]))
@@ -383,7 +393,7 @@ static PyObject *py_seal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     job.heads = shape[0];
     job.blocks = shape[1] / BLOCK;
     job.head_dim = shape[2];
-    npy_intp tiles_shape[] = {job.heads, job.blocks, 10 * job.head_dim};
+    npy_intp tiles_shape[] = {job.heads, job.blocks, 2 * (job.bits + 1) * job.head_dim};
     if (!(tiles = hold(&held, PyArray_SimpleNew(3, tiles_shape, NPY_UINT32))))
         return release(&held, NULL);
     job.tiles = PyArray_DATA(tiles);
@@ -398,15 +408,16 @@ static PyObject *py_unseal(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     Held held = {.n = 0};
     Unseal job;
     npy_intp shape[3];
-    if (n != 1)
-        return wrong("unseal takes tiles");
-    if (!read_tiles(args[0], &job.tiles, shape))
+    if (n != 2)
+        return wrong("unseal takes tiles, bits");
+    if (!read_tiles(args[0], &job.tiles, shape) || !(job.tiles.bits = code_bits(args[1])))
         return NULL;
-    if (shape[2] % 10 || !is_head_dim(shape[2] / 10))
-        return wrong("tiles are 10 words wide per channel of a head");
+    int64_t per_channel = 2 * (job.tiles.bits + 1);
+    if (shape[2] % per_channel || !is_head_dim(shape[2] / per_channel))
+        return wrong("tiles are 8 words wide per channel of a head with 3 bits, 10 with 4");
     job.heads = shape[0];
     job.blocks = shape[1];
-    job.head_dim = shape[2] / 10;
+    job.head_dim = shape[2] / per_channel;
     npy_intp rows_shape[] = {job.heads, job.blocks * BLOCK, job.head_dim};
     PyArrayObject *k = output(&held, 3, rows_shape), *v = output(&held, 3, rows_shape);
     if (!k || !v)
@@ -420,7 +431,7 @@ static PyObject *py_unseal(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 
 static int read_span(Held *held, PyObject *k, PyObject *v, int64_t tokens, Attention *a) {
     npy_intp shape[3], v_shape[3];
-    Span span = {{NULL, 0}, {0}, {0}, tokens};
+    Span span = {{NULL, 0, 0}, {0}, {0}, tokens};
     if (!read_rows(held, k, &span.k, shape) || !read_rows(held, v, &span.v, v_shape))
         return 0;
     if (memcmp(shape, v_shape, sizeof shape) || shape[0] != a->n_kv_heads ||
@@ -436,12 +447,13 @@ static int read_view(Held *held, PyObject *view, Attention *a) {
     int64_t n_blocks = n_sink < 0 ? -1 : integer_attribute(view, s_n_blocks);
     int64_t n_tail = n_blocks < 0 ? -1 : integer_attribute(view, s_n_tail);
     PyObject *tiles = n_tail < 0 ? NULL : hold(held, PyObject_GetAttr(view, s_tiles));
-    Span span = {{NULL, 0}, {0}, {0}, n_blocks * BLOCK};
+    Span span = {{NULL, 0, 0}, {0}, {0}, n_blocks * BLOCK};
     npy_intp shape[3];
     if (!read_tiles(tiles, &span.tiles, shape))
         return 0;
     a->n_kv_heads = shape[0];
-    if (shape[2] != 10 * a->head_dim || n_blocks > shape[1])
+    span.tiles.bits = shape[2] == 8 * a->head_dim ? 3 : 4;
+    if (shape[2] != 2 * (span.tiles.bits + 1) * a->head_dim || n_blocks > shape[1])
         return !!wrong("the tiles do not fit the query");
     PyArrayObject *sink_k = array_attribute(held, view, s_sink_k);
     PyArrayObject *sink_v = sink_k ? array_attribute(held, view, s_sink_v) : NULL;

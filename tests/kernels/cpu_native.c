@@ -165,17 +165,17 @@ static void attend_both_ways(const Attention *a, const double *expected) {
 
 /* Attention over tiles and new rows is that over what the tiles stand for and the new rows. */
 static void attention(int64_t kv_heads, int64_t heads, int64_t dim, int64_t blocks, int64_t fresh,
-                      int64_t tokens, float softcap, int64_t window) {
+                      int64_t tokens, float softcap, int64_t window, int bits) {
     int64_t past = blocks * BLOCK, length = past + fresh;
     float *k = noise(kv_heads * past * dim), *v = noise(kv_heads * past * dim);
     float *new_k = noise(kv_heads * fresh * dim), *new_v = noise(kv_heads * fresh * dim);
     float *q = noise(heads * tokens * dim), *sinks = noise(heads);
-    uint32_t *words = malloc(4 * (size_t)(kv_heads * blocks * 10 * dim) + 1);
+    uint32_t *words = malloc(4 * (size_t)(kv_heads * blocks * 2 * (bits + 1) * dim) + 1);
     float *out = blank(heads * tokens * dim);
     double *expected = calloc((size_t)(heads * tokens * dim), 8);
     double *weights = malloc(8 * (size_t)length);
-    Seal seal = {rows_of(k, past, dim), rows_of(v, past, dim), kv_heads, blocks, dim, words};
-    Tiles tiles = {words, blocks * 10 * dim};
+    Seal seal = {rows_of(k, past, dim), rows_of(v, past, dim), kv_heads, blocks, dim, bits, words};
+    Tiles tiles = {words, blocks * 2 * (bits + 1) * dim, bits};
     Attention a = {q, tokens * dim, dim, heads, kv_heads, tokens, dim, {{{0}, {0}, {0}, 0}}, 0,
                    0.3f, softcap, sinks, window, out};
     if (blocks)
@@ -237,11 +237,12 @@ static void everything(void) {
     elementwise(1, 1);
     elementwise(5, 67);
     elementwise(300, 96);
-    attention(1, 1, 32, 0, 1, 1, 0, 0);
-    attention(2, 6, 64, 7, 70, 3, 0, 0);
-    attention(2, 6, 64, 7, 70, 8, 5, 60);
-    attention(1, 5, 96, 9, 41, 41, 0, 0);
-    attention(2, 2, 288, 3, 150, 150, 9, 100);
+    attention(1, 1, 32, 0, 1, 1, 0, 0, 4);
+    attention(2, 6, 64, 7, 70, 3, 0, 0, 4);
+    attention(2, 6, 64, 7, 70, 3, 0, 0, 3);
+    attention(2, 6, 64, 7, 70, 8, 5, 60, 4);
+    attention(1, 5, 96, 9, 41, 41, 0, 0, 3);
+    attention(2, 2, 288, 3, 150, 150, 9, 100, 4);
 }
 
 /* Two callers at once share the pool one after the other. */

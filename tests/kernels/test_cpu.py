@@ -240,14 +240,16 @@ def extremes(seed: int, heads: int, tokens: int, dim: int) -> Array:
 
 @pytest.mark.parametrize("dim", [32, 64, 128, 512])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_sealing_is_the_oracles_bit_for_bit(cpu: CPU, dim: int, dtype: Any) -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_sealing_is_the_oracles_bit_for_bit(cpu: CPU, kv_bits: int, dim: int, dtype: Any) -> None:
+    cpu.kv_bits = kv_bits
     with np.errstate(over="ignore"):
         k, v = (extremes(i, 3, 2 * BLOCK, dim).astype(dtype) for i in (13, 14))
     tiles = cpu.seal(k, v)
-    expected = codec.seal(mx.array(k), mx.array(v))
+    expected = codec.seal(mx.array(k), mx.array(v), kv_bits)
     assert np.array_equal(np.asarray(cpu.to_canonical(tiles)), np.asarray(expected))
     assert np.array_equal(cpu.from_canonical(expected), tiles)
-    for mine, oracles in zip(cpu.unseal(tiles), codec.unseal(expected), strict=True):
+    for mine, oracles in zip(cpu.unseal(tiles), codec.unseal(expected, kv_bits), strict=True):
         close(mine, np.asarray(oracles), 1e-6)
 
 
@@ -307,9 +309,11 @@ def a_view(
 ) -> tuple[KVView, Array, Array]:
     """A cache, and K and V as it stands for them. What it does not hold is NaN."""
     k, v = noise(17, heads, n_blocks * BLOCK, dim), noise(18, heads, n_blocks * BLOCK, dim)
-    tiles = np.full((heads, n_blocks + 2, tile_words(dim)), 0xFFFFFFFF, np.uint32)
+    size = tile_words(dim, cpu.kv_bits)
+    tiles = np.full((heads, n_blocks + 2, size), 0xFFFFFFFF, np.uint32)
     tiles[:, :n_blocks] = cpu.seal(k + 2 * noise(19, heads, 1, dim), v)
-    sealed = [np.asarray(x) for x in codec.unseal(cpu.to_canonical(tiles[:, :n_blocks]))]
+    canonical = cpu.to_canonical(tiles[:, :n_blocks])
+    sealed = [np.asarray(x) for x in codec.unseal(canonical, cpu.kv_bits)]
     ends = [np.full((heads, n, dim), np.nan, np.float16) for n in [SINK, TAIL_CAPACITY] * 2]
     for i, end in enumerate(ends):
         held = [n_sink, n_tail][i % 2]
@@ -347,7 +351,11 @@ def test_decode_on_the_int4_cache(
 
 
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(32, 1, 1), (96, 5, 1), (512, 8, 4)])
-def test_decode_with_other_heads(cpu: CPU, dim: int, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_decode_with_other_heads(
+    cpu: CPU, kv_bits: int, dim: int, heads: int, kv_heads: int
+) -> None:
+    cpu.kv_bits = kv_bits
     view, k, v = a_view(cpu, kv_heads, dim, 4, 5, 70)
     q = noise(32, heads, 2, dim)
     close(cpu.attend(q, view, dim**-0.5), reference(q, k, v, dim**-0.5), 1e-4)
@@ -369,7 +377,11 @@ def test_a_chunk_of_prefill(
 
 
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(32, 1, 1), (96, 5, 1), (512, 8, 4)])
-def test_a_chunk_with_other_heads(cpu: CPU, dim: int, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_a_chunk_with_other_heads(
+    cpu: CPU, kv_bits: int, dim: int, heads: int, kv_heads: int
+) -> None:
+    cpu.kv_bits = kv_bits
     view, past_k, past_v = a_view(cpu, kv_heads, dim, 4, 9, 70)
     q, k, v = noise(37, heads, 40, dim), noise(38, kv_heads, 40, dim), noise(39, kv_heads, 40, dim)
     all_k, all_v = np.concatenate([past_k, k], axis=1), np.concatenate([past_v, v], axis=1)
