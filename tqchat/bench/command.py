@@ -3,9 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import date
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,15 +18,28 @@ from tqchat.chat.errors import ChatError
 from tqchat.engine.events import EngineOptions
 from tqchat.models.errors import ModelError
 
+if TYPE_CHECKING:
+    from tqchat.bench.charts import Chart
+    from tqchat.engine.loading import LoadedModel
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tqchat bench", description="Measure on this machine.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="WHAT")
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="tqchat bench", description="Measure on this machine.")
+    commands = made.add_subparsers(dest="command", required=True, metavar="WHAT")
     _decode_arguments(commands.add_parser("decode", help="prefill and decode speed by context"))
     _attention_arguments(commands.add_parser("attention", help="one layer's decode attention"))
+    _quality_arguments(commands.add_parser("quality", help="what kinds of KV cache cost"))
     _ui_arguments(commands.add_parser("ui", help="time from a key to the screen"))
-    options = parser.parse_args(arguments)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
     try:
+        if getattr(options, "charts", None):
+            from tqchat.bench.charts import check_files_can_be_made
+
+            check_files_can_be_made()
         return int(options.run(options))
     except (ModelError, ChatError) as error:
         print(f"tqchat: {error}", file=sys.stderr)
@@ -158,6 +175,25 @@ def _attention(options: argparse.Namespace) -> int:
     return 0
 
 
+def _quality_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_quality)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the built-in one")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: three of its own")
+    parser.add_argument("--quick", action="store_true", help="a smaller measurement, in 2 minutes")
+    _output_arguments(parser)
+
+
+def _quality(options: argparse.Namespace) -> int:
+    from tqchat.bench import quality
+
+    effort = quality.QUICK if options.quick else quality.FULL
+    loaded = _loaded(options.model)
+    texts = quality.texts(loaded, effort, options.text)
+    report = quality.measure(loaded, effort, texts, Console(stderr=True))
+    drawn = quality.report_charts(report.as_json())
+    return _put_out(options, report.as_json(), drawn, partial(quality.show, report))
+
+
 def _ui_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_ui)
     parser.add_argument("--json", action="store_true")
@@ -176,6 +212,39 @@ def _ui(options: argparse.Namespace) -> int:
         table.add_row(row.load, str(row.keys), *times)
     Console().print(table)
     return 0
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--charts", type=Path, metavar="FOLDER", help="write SVG and PNG there")
+
+
+def _put_out(
+    options: argparse.Namespace,
+    report: dict[str, Any],
+    drawn: Sequence["Chart"],
+    show: Callable[[Console], None],
+) -> int:
+    """JSON, or tables and charts in the terminal; charts as files if asked for."""
+    from tqchat.bench import charts
+
+    if options.charts:
+        charts.write(drawn, options.charts)
+    if options.json:
+        versions = {name: version(name) for name in ("mlx", "tqchat")}
+        print(json.dumps({"date": f"{date.today()}", "versions": versions, **report}))
+        return 0
+    console = Console()
+    show(console)
+    charts.show(drawn, console)
+    return 0
+
+
+def _loaded(model: str | None) -> "LoadedModel":
+    from tqchat.engine.loading import load
+    from tqchat.models.find import BUILTIN
+
+    return load(model or BUILTIN, EngineOptions(), lambda event: None, lambda: False)
 
 
 def _print_profile(shares: dict[int, dict[str, float]]) -> None:
