@@ -391,7 +391,9 @@ def _gather_kernel(head_dim: int, dtype: mx.Dtype, cache_dtype: mx.Dtype, new: m
 
 
 def _few_rows(x: Array, weight: Weight) -> bool:
-    if weight.bits not in (4, 8) or x.shape[0] > MAX_DECODE_TOKENS or x.dtype not in TYPES:
+    if weight.mode != "affine" or weight.bits not in (4, 8):
+        return False
+    if x.shape[0] > MAX_DECODE_TOKENS or x.dtype not in TYPES:
         return False
     # Rows of the matrix in pieces of 16 bytes, its scales in pieces of 4.
     groups = weight.columns // weight.group_size

@@ -65,6 +65,55 @@ MINISTRAL = {
     },
 }
 
+GEMMA3 = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 50,
+    "rope_local_base_freq": 1000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+}
+GEMMA4 = {
+    **SLIDING,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 3.0,
+    "global_head_dim": 64,
+    "head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "rope_theta": None,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 1000.0, "rope_type": "default"},
+    },
+}
+GEMMA4_MOE = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 64,
+}
+GEMMA4_SMALL = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "num_global_key_value_heads": None,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 96,
+}
+GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_scaling": YARN | {"beta_fast": 32.0, "beta_slow": 1.0},
+    "sliding_window": WINDOW,
+}
+
 
 def longrope(pairs: int) -> dict[str, Any]:
     return {
@@ -79,11 +128,16 @@ def longrope(pairs: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """`peer` is the module in mlx_lm.models; `changes` are to BASE, None takes a key away."""
+    """`peer` is the module in mlx_lm.models; `changes` are to BASE, None takes a key away.
+
+    q_norm: a factor for its weights, where scores are not scaled otherwise: a softmax that takes
+    all from one key makes much of the last bit.
+    """
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     peer: str = ""
+    q_norm: float = 1.0
 
     @property
     def config(self) -> dict[str, Any]:
@@ -92,6 +146,11 @@ class Case:
 
 
 CASES = {
+    "gemma3": Case("gemma3_text", GEMMA3),
+    "gemma4, dense": Case("gemma4_text", GEMMA4, q_norm=0.15),
+    "gemma4, experts": Case("gemma4_text", GEMMA4 | GEMMA4_MOE, q_norm=0.15),
+    "gemma4, shared": Case("gemma4_text", GEMMA4 | GEMMA4_SMALL, q_norm=0.15),
+    "gpt_oss": Case("gpt_oss", GPT_OSS),
     "llama": Case("llama"),
     "llama, head_dim 80": Case("llama", {"head_dim": 80}),
     "llama, head_dim 100": Case("llama", {"head_dim": 100}),
@@ -165,6 +224,9 @@ def both(case: Case, backend: Backend) -> tuple[Model, Any]:
         )
         for name, x in tree_flatten(peer.parameters())
     }
+    for name in weights:
+        if name.endswith("q_norm.weight"):
+            weights[name] *= case.q_norm
     peer.load_weights(list(weights.items()))
     names = {name.removeprefix("language_model."): x for name, x in weights.items()}
     return build_model(case.config, names, backend), peer

@@ -268,9 +268,10 @@ class SavedCache:
         if not fits(len(tokens)):
             raise _Unusable("The saved cache does not fit into the memory that is free")
         n_blocks = sum(segment.used for segment in segments)
-        for i, (cache, dropped) in enumerate(zip(caches, arrays["dropped"].tolist(), strict=True)):
+        dropped = np.array(arrays["dropped"]).tolist()
+        for i, cache in enumerate(caches):
             sink_k, sink_v = arrays[f"sink.k.{i}"], arrays[f"sink.v.{i}"]
-            cache.restore_sink(sink_k, sink_v, n_blocks if i in self._growing else 0, dropped)
+            cache.restore_sink(sink_k, sink_v, n_blocks if i in self._growing else 0, dropped[i])
             if i not in self._growing:
                 cache.restore_blocks(arrays[f"tiles.{i}"])
         growing = self._growing.values()

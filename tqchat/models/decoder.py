@@ -14,7 +14,7 @@ from tqchat.kernels import Array, Backend
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.kv import KVLayer
-from tqchat.models.layers import MLP, Attention, Layer, LayerCache, RoPE
+from tqchat.models.layers import MLP, Attention, Layer, LayerCache, RMSNorm, RoPE
 from tqchat.models.rope import Rotation, read_rotation
 from tqchat.models.weights import Weights
 
@@ -155,19 +155,26 @@ class Decoder(Generic[C]):
         for i in range(c.n_layers):
             self.layers.append(self.layer(weights, i, f"model.layers.{i}"))
             progress(i + 1, c.n_layers)
-        self.norm = weights.norm("model.norm", c.hidden_size, c.norm_eps)
+        self.norm = self.make_norm(weights, "model.norm")
+        self.read_head(weights)
+
+    def read_head(self, weights: Weights) -> None:
+        c = self.shape
         if c.tie_word_embeddings:
             weights.discard("lm_head")
             self.lm_head = self.embed_tokens
         else:
             self.lm_head = weights.embedding("lm_head", c.vocab_size, c.hidden_size)
 
+    def make_norm(self, weights: Weights, name: str, size: int | None = None) -> RMSNorm:
+        """Of hidden states, or of `size` channels."""
+        return weights.norm(name, size or self.shape.hidden_size, self.shape.norm_eps)
+
     def layer(self, weights: Weights, i: int, prefix: str) -> Callable[[Array, LayerCache], Array]:
-        c = self.shape
         return Layer(
-            weights.norm(f"{prefix}.input_layernorm", c.hidden_size, c.norm_eps),
+            self.make_norm(weights, f"{prefix}.input_layernorm"),
             self.attention(weights, i, f"{prefix}.self_attn"),
-            weights.norm(f"{prefix}.post_attention_layernorm", c.hidden_size, c.norm_eps),
+            self.make_norm(weights, f"{prefix}.post_attention_layernorm"),
             self.mlp(weights, i, f"{prefix}.mlp"),
         )
 
@@ -204,7 +211,11 @@ class Decoder(Generic[C]):
         return self.make_mlp(weights, prefix)
 
     def make_mlp(
-        self, weights: Weights, prefix: str, parts: Sequence[str] = ("gate_proj", "up_proj")
+        self,
+        weights: Weights,
+        prefix: str,
+        parts: Sequence[str] = ("gate_proj", "up_proj"),
+        activation: Callable[[Array], Array] | None = None,
     ) -> MLP:
         """parts: the names of the matrices that gate and up come from, one or two."""
         c = self.shape
@@ -212,14 +223,17 @@ class Decoder(Generic[C]):
         return MLP(
             weights.linear(_rows(prefix, parts, (inner, inner)), c.hidden_size),
             weights.linear({f"{prefix}.down_proj": c.hidden_size}, inner),
-            self.backend.swiglu,
+            activation or self.backend.swiglu,
         )
+
+    def embed(self, ids: Sequence[int] | mx.array) -> Array:
+        return self.backend.embed(self.embed_tokens, ids)
 
     def __call__(
         self, ids: Sequence[int] | mx.array, caches: Sequence[LayerCache], n_logits: int = 1
     ) -> mx.array:
         """Logits (n_logits, vocab_size) of the last n_logits of the tokens `ids`."""
-        x = self.backend.embed(self.embed_tokens, ids)
+        x = self.embed(ids)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache)
         return self.backend.logits(self.norm(x[-n_logits:]), self.lm_head)

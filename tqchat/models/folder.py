@@ -56,6 +56,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(quantization, dict):
         raise ModelError(f"{folder}/config.json: quantization is not an object. Fetch it again.")
     method = quantization.get("quant_method") or quantization.get("mode") or "affine"
+    if method in ("mxfp4", "mxfp8", "nvfp4"):
+        return config | {"quantization": quantization}
     if method != "affine":
         raise ModelError(
             f"{folder} is quantised with {method}, which is not supported. Choose a version in "

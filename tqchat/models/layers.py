@@ -152,8 +152,9 @@ class MLP:
 class MoE:
     """A mixture of experts: each token goes through `top_k` of many MLPs (arXiv:2101.03961).
 
-    gate_up, down: an expert per entry of the first axis. renormalise: the chosen experts' shares
-    add up to 1; else they are as the softmax over all experts gives them.
+    gate_up, down: an expert per entry of the first axis; biases: of both, a row per expert.
+    renormalise: the chosen experts' shares add up to 1; else they are as the softmax over all
+    experts gives them.
     """
 
     def __init__(
@@ -166,15 +167,18 @@ class MoE:
         top_k: int,
         renormalise: bool,
         activation: Callable[[Array], Array],
+        biases: tuple[Array, Array] | None = None,
     ) -> None:
         self._backend = backend
-        self.router, self.gate_up, self.down = router, gate_up, down
+        self.router, self.gate_up, self.down, self.biases = router, gate_up, down, biases
         self._top_k, self._renormalise, self._activation = top_k, renormalise, activation
 
     def __call__(self, x: Array) -> Array:
         backend = self._backend
         chosen, shares = backend.route(self.router(x), self._top_k, self._renormalise)
-        return backend.experts(x, chosen, shares, self.gate_up, self.down, self._activation)
+        return backend.experts(
+            x, chosen, shares, self.gate_up, self.down, self._activation, self.biases
+        )
 
 
 class Layer:

@@ -10,6 +10,9 @@ from tqchat.kernels import Backend
 from tqchat.models.config import Config
 from tqchat.models.decoder import DecoderConfig, Progress
 from tqchat.models.errors import ModelError
+from tqchat.models.gemma3 import Gemma3, Gemma3Config
+from tqchat.models.gemma4 import Gemma4, Gemma4Config
+from tqchat.models.gpt_oss import GptOss, GptOssConfig
 from tqchat.models.kv import KVLayer
 from tqchat.models.layers import LayerCache
 from tqchat.models.llama import Llama
@@ -76,7 +79,14 @@ class Architecture:
 LLAMA = Architecture(DecoderConfig.parse, Llama)
 QWEN2 = Architecture(DecoderConfig.parse, Qwen2)
 QWEN3 = Architecture(DecoderConfig.parse, Qwen3)
+GEMMA3 = Architecture(Gemma3Config.parse, Gemma3)
+GEMMA4 = Architecture(Gemma4Config.parse, Gemma4)
 ARCHITECTURES = {
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
+    "gpt_oss": Architecture(GptOssConfig.parse, GptOss),
     "llama": LLAMA,
     "ministral": LLAMA,
     "ministral3": Architecture(Ministral3Config.parse, Ministral3),

@@ -12,6 +12,10 @@ from tqchat.models.errors import ModelError
 from tqchat.models.layers import Linear, RMSNorm
 
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+# Where the matrices of all experts are in one.
+_TOGETHER = ("switch_mlp", "experts.switch_glu", "experts")
+# By bits and group size, where scales are bytes.
+_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
 
 class Weights:
@@ -49,13 +53,13 @@ class Weights:
         """The matrices of `n` experts, (n, rows, columns), those in `parts` stacked in order.
 
         One by one, as Hugging Face has them (PREFIX.experts.0.gate_proj), or all in one, as MLX
-        has them (PREFIX.switch_mlp.gate_proj).
+        has them (PREFIX.switch_mlp.gate_proj and others, by family).
         """
         weights = []
         for part, rows in parts.items():
-            together = f"{prefix}.switch_mlp.{part}"
-            if f"{together}.weight" in self._tensors:
-                weights.append(self._matrix(together, rows, columns, (n,)))
+            together = [f"{prefix}.{folder}.{part}" for folder in _TOGETHER]
+            if found := [name for name in together if f"{name}.weight" in self._tensors]:
+                weights.append(self._matrix(found[0], rows, columns, (n,)))
                 continue
             each = [self._matrix(f"{prefix}.experts.{i}.{part}", rows, columns) for i in range(n)]
             self._must_be_alike(each, f"{prefix}.experts")
@@ -73,10 +77,22 @@ class Weights:
     def embedding(self, name: str, rows: int, columns: int) -> Weight:
         return self._load(self._matrix(name, rows, columns))
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        vector = self._take(f"{name}.weight", (size,))
-        self.nbytes += vector.nbytes
+    def norm(self, name: str, size: int, eps: float, plus: float = 0.0) -> RMSNorm:
+        """`plus`: what the weights are stored without."""
+        vector = self.vector(f"{name}.weight", (size,))
+        if plus:
+            vector = vector.astype(mx.float32) + plus
         return RMSNorm(self._backend, self._backend.load_vector(vector), eps)
+
+    def vector(self, name: str, shape: tuple[int, ...]) -> mx.array:
+        """A small tensor, as it is stored."""
+        vector = self._take(name, shape)
+        self.nbytes += vector.nbytes
+        return vector
+
+    def rename(self, change: Callable[[dict[str, mx.array]], dict[str, mx.array]]) -> None:
+        """`change` gets all tensors by name and returns them as a model's reader expects them."""
+        self._tensors = change(self._tensors)
 
     def discard(self, name: str) -> None:
         """Leave out a matrix that the checkpoint may hold but the model does not use."""
@@ -132,30 +148,36 @@ class Weights:
         if f"{name}.scales" not in self._tensors:
             return Weight(self._take(f"{name}.weight", (*experts, rows, columns)))
         data = self._take(f"{name}.weight", dtypes=(mx.uint32,))
-        scales = self._take(f"{name}.scales")
-        biases = self._take(f"{name}.biases", scales.shape)
+        scales = self._take(f"{name}.scales", dtypes=(*_FLOATS, mx.uint8))
+        affine = scales.dtype != mx.uint8
+        biases = self._take(f"{name}.biases", scales.shape) if affine else None
         all_rows = prod(experts) * rows
         bits = 32 * data.size // (all_rows * columns)
         groups = scales.size // all_rows
         sound = (
             data.shape == (*experts, rows, columns * bits // 32)
             and scales.shape == (*experts, rows, groups)
-            and bits in (2, 3, 4, 5, 6, 8)
             and groups > 0
             and columns % groups == 0
-            and columns // groups in (32, 64, 128)
         )
+        group_size = columns // groups if sound else 0
+        if affine:
+            mode = "affine"
+            sound &= bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
+        else:
+            mode = _MODES.get((bits, group_size), "")
+            sound &= bool(mode)
         if not sound:
             raise ModelError(
                 f"{self._name}: quantised tensor {name} has shapes {data.shape} and "
                 f"{scales.shape}, which do not make {rows} x {columns}. Fetch the model again, "
                 "or choose another."
             )
-        return Weight(data, scales, biases, columns // groups, bits)
+        return Weight(data, scales, biases, group_size, bits, mode)
 
 
 def _alike(weights: Sequence[Weight]) -> bool:
-    return len({(w.bits, w.group_size, w.data.dtype) for w in weights}) == 1
+    return len({(w.mode, w.bits, w.group_size, w.data.dtype) for w in weights}) == 1
 
 
 def _joined(weights: Sequence[Weight], join: Callable[[list[mx.array]], mx.array]) -> Weight:
