@@ -104,7 +104,7 @@ class Choice:
         return self.check(text)
 
     def check(self, value: Any) -> str:
-        if value not in self.choices:
+        if str(value) not in self.choices:
             raise ValueError(f"{value!r} is none of {', '.join(self.choices)}")
         return str(value)
 
@@ -162,6 +162,12 @@ class Settings:
     )
     wire: bool = _setting(
         True, Switch(), "on a Mac, keep the model in memory while it is not used (on)", "machine"
+    )
+    quantize: Literal["4", "8"] | None = _setting(
+        None, Choice(("4", "8")), "make a model in 16 bits into one of 4 or 8, once", "machine"
+    )
+    think: bool | None = _setting(
+        None, Switch(), "think before answering, where a model can be told", "sampling"
     )
     temperature: float | None = _setting(
         None, Number(0, 100), "0.7; 0 takes the likeliest token", "sampling"
@@ -295,6 +301,8 @@ _EXAMPLES: dict[str, Any] = {
     "theme": "tq-dark",
     "context": 32768,
     "threads": 4,
+    "quantize": 4,
+    "think": False,
     "temperature": 0.7,
     "top_p": 0.95,
     "top_k": 0,

@@ -30,6 +30,7 @@ class PromptTokenizer(Protocol):
     @property
     def alphabet(self) -> str: ...
 
+    def encode(self, text: str) -> list[int]: ...
     def encode_prompt(self, sealed: str) -> list[int]: ...
 
 
@@ -132,8 +133,12 @@ class ChatTemplate:
         """The prompt as token ids.
 
         Control tokens come from the template alone: what messages hold reaches the model as
-        ordinary text. Raises ChatError, as `render` does.
+        ordinary text. An answer that comes last is begun and not ended: the model goes on with it.
+        Raises ChatError, as `render` does.
         """
+        if add_generation_prompt and messages and messages[-1].role == "assistant":
+            before = self.prompt_ids(tokenizer, messages[:-1], **switches)
+            return before + tokenizer.encode(messages[-1].content)
         return tokenizer.encode_prompt(
             self.render_sealed(messages, tokenizer.alphabet, add_generation_prompt, **switches)
         )
@@ -165,6 +170,18 @@ class ChatTemplate:
         if "error" in reply:
             raise ChatError(f"The model's chat template cannot be used: {reply['error']}.")
         return str(reply["text"])
+
+
+def thinking(think: bool | None) -> dict[str, Any]:
+    """A template's variables that have a model think first or not, by the names that there are.
+
+    Qwen 3 and SmolLM3 know `enable_thinking`, Granite and DeepSeek `thinking`; gpt-oss always
+    thinks, but more or less. None: as the template has it.
+    """
+    if think is None:
+        return {}
+    effort = {} if think else {"reasoning_effort": "low"}
+    return {"enable_thinking": think, "thinking": think} | effort
 
 
 def token_text(value: Any) -> str | None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
+from tqchat.chat.template import thinking
 from tqchat.engine.counting import Counting
 from tqchat.engine.events import (
     Counted,
@@ -244,7 +245,9 @@ class Engine:
     ) -> None:
         if self._loaded is None or self._session is None:
             raise ModelError("No model is loaded. Start again with a model that can be read.")
-        prompt = self._loaded.template.prompt_ids(self._loaded.tokenizer, messages)
+        prompt = self._loaded.template.prompt_ids(
+            self._loaded.tokenizer, messages, **thinking(sampling.think)
+        )
         session = self._session
 
         def stopped() -> bool:

@@ -185,10 +185,11 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, as far as somebody said; None: as the model suggests.
+    """How an answer comes about, as far as somebody said; None: as the model suggests.
 
-    temperature 0 takes the likeliest; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch a
-    filter off. seed None: a new one for each turn.
+    think: whether the model thinks first, if its chat template has a switch for that. temperature
+    0 takes the likeliest; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch a filter off.
+    seed None: a new one for each turn.
     """
 
     temperature: float | None = None
@@ -197,6 +198,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    think: bool | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -208,7 +210,8 @@ class EngineOptions:
     """What is fixed while a model is loaded. context None: what the model was trained for.
 
     `disk_budget`: the most bytes that saved KV caches take together; 0 saves none. `wire`: keep
-    model and cache from being paged out, where the system can (macOS).
+    model and cache from being paged out, where the system can (macOS). `quantize`: the bits that
+    a model in 16 bits is made into.
     """
 
     kv: KVKind = "int4"
@@ -216,8 +219,15 @@ class EngineOptions:
     threads: int | None = None
     disk_budget: int = 20 << 30
     wire: bool = True
+    quantize: int | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        budget = int(settings.disk_budget * 2**30)
-        return cls(settings.kv, settings.context, settings.threads, budget, settings.wire)
+        return cls(
+            settings.kv,
+            settings.context,
+            settings.threads,
+            int(settings.disk_budget * 2**30),
+            settings.wire,
+            int(settings.quantize) if settings.quantize else None,
+        )

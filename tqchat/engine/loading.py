@@ -18,6 +18,8 @@ from tqchat.models.download import Progress
 from tqchat.models.errors import Stopped
 from tqchat.models.find import BUILTIN, fetch, last_used, resolve
 from tqchat.models.fingerprint import fingerprint
+from tqchat.models.multimodal import has_other_parts
+from tqchat.models.quantize import quantized
 from tqchat.models.registry import Model, build
 from tqchat.models.weights import Weights
 
@@ -51,6 +53,8 @@ def load(
 
     ref = resolve(name or last_used() or BUILTIN)
     path = fetch(ref, fetched, stopped)
+    if options.quantize is not None:
+        path = quantized(path, ref.name, options.quantize, fetched, stopped)
     loaded = load_path(path, ref.name, options, tell, stopped)
     return replace(loaded, sampling=builtin.SAMPLING) if ref.kind == "builtin" else loaded
 
@@ -90,7 +94,7 @@ def load_path(
     model = build(Config(name, checkpoint.config), weights, backend, built)
     context = model.context if options.context is None else options.context
     notes = [note for note in (backend.note,) if note]
-    if checkpoint.text_only:
+    if has_other_parts(checkpoint.config):
         notes.append("This model's parts for pictures or sound are left out: it reads text alone.")
     if template.is_default:
         notes.append("This model brings no chat template; a plain one is used.")

@@ -1,7 +1,7 @@
 """From logits to the next token."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
@@ -25,8 +25,8 @@ class Rules:
     @classmethod
     def of(cls, sampling: Sampling, suggested: Mapping[str, float]) -> "Rules":
         """What somebody chose, else what the model suggests, else the defaults."""
-        chosen = {name: x for name, x in asdict(sampling).items() if x is not None}
-        chosen.pop("seed", None)
+        said = {one.name: getattr(sampling, one.name) for one in fields(cls)}
+        chosen = {name: x for name, x in said.items() if x is not None}
         return cls(**{**suggested, **chosen})
 
 

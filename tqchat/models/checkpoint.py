@@ -34,8 +34,7 @@ class Checkpoint:
     """`config` has the keys of config.json; `quantization` in it is as MLX writes it.
 
     Tensors of safetensors files are read when they are evaluated, those of a GGUF file are in
-    memory. `gguf_metadata` is None for a folder. `text_only`: the model has other parts, for
-    pictures or sound, that were left out.
+    memory. `gguf_metadata` is None for a folder. Other parts than the text's are left out.
     """
 
     path: Path
@@ -44,7 +43,6 @@ class Checkpoint:
     generation_config: dict[str, Any]
     gguf_metadata: gguf.Metadata | None
     weights_bytes: int
-    text_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,6 @@ def _read_folder(folder: Path) -> Checkpoint:
     files = weight_files(folder)
     weights_bytes = sum(_check_safetensors(file).total() for file in files)
     weights: dict[str, mx.array] = {}
-    text_only = False
     for file in files:
         try:
             shard = mx.load(str(file))
@@ -112,13 +109,11 @@ def _read_folder(folder: Path) -> Checkpoint:
         assert isinstance(shard, dict)
         for name, tensor in shard.items():
             own = text_name(name)
-            if own is None:
-                text_only = True
-            elif own in weights:
+            if own in weights:
                 raise _broken(file, f"tensor {name!r} is in another shard too")
-            else:
+            if own is not None:
                 weights[own] = tensor
-    return Checkpoint(folder, config, weights, generation_config, None, weights_bytes, text_only)
+    return Checkpoint(folder, config, weights, generation_config, None, weights_bytes)
 
 
 def _gguf_architecture(path: Path, header: gguf.Header) -> ModuleType:

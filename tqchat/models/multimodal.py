@@ -25,6 +25,10 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config | text if isinstance(text, dict) else config
 
 
+def has_other_parts(config: dict[str, Any]) -> bool:
+    return any(f"{part}_config" in config for part in ("vision", "audio"))
+
+
 def text_name(name: str) -> str | None:
     """A tensor's name in the text part alone; None if it belongs to another part."""
     for prefix, own in _PREFIXES.items():
