@@ -1,16 +1,90 @@
-"""`tqchat models` and `tqchat pull`."""
+"""The models to choose from, `tqchat models` and `tqchat pull`."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from tqchat import plan
+from tqchat.engine.events import KVKind
 from tqchat.models import download
 from tqchat.models.checkpoint import describe
-from tqchat.models.errors import ModelError
+from tqchat.models.config import Config
+from tqchat.models.errors import ModelError, Stopped
 from tqchat.models.find import BUILTIN, fetch, installed, resolve
+from tqchat.models.recommended import recommended
+from tqchat.models.registry import architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model to choose. `size`: bytes of its weights; `context`: the most tokens that fit on this
+    device, 0 if it does not; `about`: what it is good for, or what is wrong with it."""
+
+    name: str
+    size: int
+    context: int
+    is_here: bool
+    licence: str = ""
+    about: str = ""
+
+
+def offers(kv: KVKind) -> list[Offer]:
+    """Those on this machine, then those that are recommended."""
+    limit = plan.device()
+    found = []
+    for model in installed():
+        try:
+            described = describe(model.path)
+            config, weights = Config(model.name, described.config), described.weights_bytes
+            context = _context(config, weights, kv, limit)
+            found.append(Offer(model.name, model.size_bytes, context, is_here=True))
+        except ModelError as error:
+            found.append(Offer(model.name, model.size_bytes, 0, is_here=True, about=str(error)))
+    here = {offer.name for offer in found}
+    for one in recommended():
+        if one.id not in here:
+            size = plan.weights_bytes(one.config, architecture(one.config).parse(one.config))
+            context = _context(one.config, size, kv, limit)
+            found.append(Offer(one.id, size, context, False, one.licence, one.about))
+    return found
+
+
+def _context(config: Config, weights: int, kv: KVKind, limit: plan.Limit) -> int:
+    """As far as it was trained, and as the device is set up."""
+    shape = architecture(config).parse(config)
+    report = plan.of(config.name, shape, weights, kv, plan.Limit(limit.default, limit.default))
+    return min(report.longest, shape.context)
+
+
+def plan_text(name: str, kv: KVKind) -> str:
+    """The memory a model needs by context length, or why that cannot be told."""
+    try:
+        return plan.text(plan.report(name, kv))
+    except ModelError as error:
+        return str(error)
+
+
+def get(
+    name: str, progress: Callable[[str, int, int], None], stop: Callable[[], bool]
+) -> tuple[str, str]:
+    """Fetch a model if it is not here: the name that finds it again, or what is wrong.
+
+    `progress` is given a label and bytes, done and in all (0: not known). When `stop` says so,
+    both are empty.
+    """
+    try:
+        ref = resolve(name)
+        fetch(ref, lambda at: progress(at.label, at.done_bytes, at.total_bytes), stop)
+    except ModelError as error:
+        return "", str(error)
+    except Stopped:
+        return "", ""
+    return ref.name, ""
 
 
 def show() -> int:

@@ -1,11 +1,13 @@
 """`tqchat plan`: what memory a model needs at each context length, and the longest that fits."""
 
 import argparse
+import io
 import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +37,26 @@ class Limit:
     raised: int
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a model needs. `longest`: the most tokens that fit if the limit is raised."""
+
+    name: str
+    shape: Shape
+    weights: int
+    kv: KVKind
+    limit: Limit
+    needs: Sequence[plan.Need]
+    longest: int
+
+    @property
+    def command(self) -> str | None:
+        """What makes room for the whole context, where the limit's setting is what stops it."""
+        if not self.limit.default < self.needs[-1].total <= self.limit.raised:
+            return None
+        return f"sudo sysctl iogpu.wired_limit_mb={self.limit.raised >> 20}"
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="tqchat plan", description=SUMMARY)
     what = "a folder with config.json, a .gguf file, or a Hugging Face id"
@@ -48,69 +70,83 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     try:
-        name, shape, weights = _read(options.model)
+        made = report(options.model, options.kv, options.memory)
     except ModelError as error:
         print(f"tqchat: {error}", file=sys.stderr)
         return 2
-    limit = _mac(options.memory) if options.memory else _device()
-    needs = [plan.need(shape, weights, n, options.kv, CHUNK) for n in _lengths(shape.context)]
-    longest = plan.largest_context(shape, weights, options.kv, CHUNK, limit.raised)
-    command = _sysctl(needs[-1].total, limit)
-    if options.json:
-        rows = [
-            {
-                "context": need.context,
-                "kv_fp16_bytes": need.kv_fp16,
-                "kv_bytes": need.kv,
-                "total_bytes": need.total,
-                "fits": need.total <= limit.default,
-                "fits_with_raised_limit": need.total <= limit.raised,
-            }
-            for need in needs
-        ]
-        figures = {
-            "model": name,
-            "kv": options.kv,
-            "weights_bytes": weights,
-            "limit_bytes": limit.default,
-            "raised_limit_bytes": limit.raised,
-            "trained_context": shape.context,
-            "largest_context": longest,
-            "command": command,
-            "rows": rows,
-        }
-        print(json.dumps(figures))
-        return 0
-    _print(name, shape, weights, options.kv, limit, needs, longest, command)
+    print(json.dumps(as_json(made)) if options.json else text(made))
     return 0
 
 
-def _print(
-    name: str,
-    shape: Shape,
-    weights: int,
-    kv: KVKind,
-    limit: Limit,
-    needs: Sequence[plan.Need],
-    longest: int,
-    command: str | None,
-) -> None:
-    print(f"{name}: weights {bytes_text(weights)}, limit {bytes_text(limit.default)}")
+def report(model: str, kv: KVKind, memory: int | None = None) -> Report:
+    """What `model` needs on this device, or on a Mac of `memory` bytes. Raises ModelError."""
+    name, shape, weights = _read(model)
+    return of(name, shape, weights, kv, device() if memory is None else _mac(memory))
+
+
+def of(name: str, shape: Shape, weights: int, kv: KVKind, limit: Limit) -> Report:
+    """`weights`: bytes as stored."""
+    prefill = plan.Prefill(CHUNK)
+    return Report(
+        name,
+        shape,
+        weights,
+        kv,
+        limit,
+        [plan.need(shape, weights, n, kv, prefill) for n in _lengths(shape.context)],
+        plan.largest_context(shape, weights, kv, prefill, limit.raised),
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    rows = [
+        {
+            "context": need.context,
+            "kv_fp16_bytes": need.kv_fp16,
+            "kv_bytes": need.kv,
+            "total_bytes": need.total,
+            "fits": need.total <= report.limit.default,
+            "fits_with_raised_limit": need.total <= report.limit.raised,
+        }
+        for need in report.needs
+    ]
+    return {
+        "model": report.name,
+        "kv": report.kv,
+        "weights_bytes": report.weights,
+        "limit_bytes": report.limit.default,
+        "raised_limit_bytes": report.limit.raised,
+        "trained_context": report.shape.context,
+        "largest_context": report.longest,
+        "command": report.command,
+        "rows": rows,
+    }
+
+
+def text(report: Report) -> str:
+    limit = report.limit
     table = Table(box=None, pad_edge=False)
-    for heading in ("context", "fp16 KV", f"{kv} KV", "saved", "total", "fits"):
+    for heading in ("context", "fp16 KV", f"{report.kv} KV", "saved", "total", "fits"):
         table.add_column(heading, justify="right")
-    for need in needs:
+    for need in report.needs:
         sizes = (need.kv_fp16, need.kv, need.kv_fp16 - need.kv, need.total)
         fits = "yes" if need.total <= limit.default else "no"
         if fits == "no" and need.total <= limit.raised:
             fits = "if the limit is raised"
-        cells = [bytes_text(size) for size in sizes]
-        table.add_row(f"{need.context:,}", *cells, fits)
-    Console(highlight=False, markup=False).print(table)
-    beyond = ", more than it was trained for" if longest > shape.context else ""
-    print(f"The largest context that fits: {longest:,} tokens{beyond}.")
-    if command:
-        print(f"To use the whole context, raise macOS's limit until restart: {command}")
+        table.add_row(f"{need.context:,}", *map(bytes_text, sizes), fits)
+    console = Console(file=io.StringIO(), width=100, highlight=False, markup=False)
+    with console.capture() as capture:
+        console.print(table)
+    beyond = ", more than it was trained for" if report.longest > report.shape.context else ""
+    parts = [
+        f"{report.name}: weights {bytes_text(report.weights)}, limit {bytes_text(limit.default)}",
+        *(line.rstrip() for line in capture.get().splitlines()),
+        f"The largest context that fits: {report.longest:,} tokens{beyond}.",
+    ]
+    if report.command:
+        why = "To use the whole context, raise macOS's limit until restart"
+        parts.append(f"{why}: {report.command}")
+    return "\n".join(parts)
 
 
 def _read(name: str) -> tuple[str, Shape, int]:
@@ -128,7 +164,7 @@ def _read(name: str) -> tuple[str, Shape, int]:
     if path.is_dir() and not any(WEIGHTS.fullmatch(file.name) for file in path.iterdir()):
         config = Config(ref.name, read_config(path))
         shape = architecture(config).parse(config)
-        return ref.name, shape, weights or _weights_bytes(config, shape)
+        return ref.name, shape, weights or weights_bytes(config, shape)
     from tqchat.models.checkpoint import describe
 
     found = describe(path)
@@ -136,7 +172,7 @@ def _read(name: str) -> tuple[str, Shape, int]:
     return ref.name, architecture(config).parse(config), found.weights_bytes
 
 
-def _weights_bytes(config: Config, shape: Shape) -> int:
+def weights_bytes(config: Config, shape: Shape) -> int:
     """From the config alone: 16 bits, or MLX's quantisation with its two 16-bit numbers a group."""
     quantization = config.get("quantization") or {}
     bits = quantization.get("bits", 16)
@@ -156,7 +192,7 @@ def _mac(memory: int) -> Limit:
     )
 
 
-def _device() -> Limit:
+def device() -> Limit:
     import mlx.core as mx
 
     from tqchat.engine.memory import machine_memory, measure
@@ -165,13 +201,6 @@ def _device() -> Limit:
     if mx.metal.is_available():
         return Limit(limit, max(limit, machine_memory() - SYSTEM_RESERVE))
     return Limit(limit, limit)
-
-
-def _sysctl(total: int, limit: Limit) -> str | None:
-    """The command that makes room for `total`, where the limit's setting is what stops it."""
-    if not limit.default < total <= limit.raised:
-        return None
-    return f"sudo sysctl iogpu.wired_limit_mb={limit.raised >> 20}"
 
 
 def _size(text: str) -> int:

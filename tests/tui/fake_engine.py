@@ -50,6 +50,7 @@ class FakeEngine:
     loads: list[str] = field(default_factory=list)
     turns: list[tuple[Message, ...]] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)
+    most_tokens: list[int | None] = field(default_factory=list)
     stops: int = 0
     clears: int = 0
     closed: bool = False
@@ -65,6 +66,7 @@ class FakeEngine:
     ) -> int:
         self.turns.append(tuple(messages))
         self.samplings.append(sampling)
+        self.most_tokens.append(max_tokens)
         return len(self.turns)
 
     def stop(self) -> None:

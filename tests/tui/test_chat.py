@@ -159,7 +159,11 @@ async def test_reading_says_how_far_and_how_long(engine: FakeEngine, clock: Cloc
 
 @pytest.mark.parametrize(
     ("reason", "said"),
-    [("stopped", "stopped"), ("length", "--max-tokens"), ("context", "/clear starts afresh")],
+    [
+        ("stopped", "stopped: /continue goes on"),
+        ("length", "max_tokens"),
+        ("context", "/clear starts afresh"),
+    ],
 )
 async def test_endings_are_said(engine: FakeEngine, reason: str, said: str) -> None:
     async with chat(engine, size=(160, 40)) as screen:

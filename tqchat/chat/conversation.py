@@ -26,7 +26,11 @@ class Conversation:
         return [Message("system", self.system), *self.messages] if self.system else self.messages[:]
 
     def add(self, role: Literal["user", "assistant"], content: str) -> None:
-        self.messages.append(Message(role, content))
+        """An answer right after an answer goes on with it."""
+        if role == "assistant" and self.messages and self.messages[-1].role == role:
+            self.replace_last(self.messages[-1].content + content)
+        else:
+            self.messages.append(Message(role, content))
 
     def replace_last(self, content: str) -> None:
         """Give the last message other text. Raises IndexError without one."""

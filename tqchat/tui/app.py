@@ -17,13 +17,14 @@ from tqchat.chat.sessions import Session
 from tqchat.settings import Settings, SettingsError
 from tqchat.tui import themes, welcome
 from tqchat.tui.attaching import Attaching
+from tqchat.tui.choosing import Choosing
 from tqchat.tui.commands import COMMANDS, Call, Command, Unknown, find
 from tqchat.tui.dialogue import Dialogue
 from tqchat.tui.draft import Draft
 from tqchat.tui.engine import Opened, Opening, open_engine
-from tqchat.tui.entries import Fault, Listing
-from tqchat.tui.figures import rate_text, seconds_text
+from tqchat.tui.entries import Fault
 from tqchat.tui.keeping import Keeping
+from tqchat.tui.reports import Reports
 from tqchat.tui.terminal import use_terminal_driver
 from tqchat.tui.text import clean_line
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
@@ -88,6 +89,8 @@ class ChatApp(App[int]):
         self.draft = Draft(self)
         self.attaching: Attaching = Attaching(self)
         self.keeping: Keeping = Keeping(self, self.dialogue)
+        self.choosing: Choosing = Choosing(self)
+        self.reports: Reports = Reports(self)
         self._hint = ("", 0.0)
         self._ticks = 0
         self._resting = False
@@ -262,6 +265,8 @@ class ChatApp(App[int]):
     def action_stop(self) -> None:
         if self._menu.display:
             self._menu.display = False
+        elif self.dialogue.editing is not None:
+            self.dialogue.end_editing()
         elif self.busy:
             self.dialogue.stop()
         else:
@@ -326,13 +331,6 @@ class ChatApp(App[int]):
         for command in COMMANDS:
             yield SystemCommand(f"/{command.name}", command.help, partial(self._run, command))
 
-    def show_help(self) -> None:
-        self.conversation.append(
-            Listing("Commands", [(command.usage, command.help) for command in COMMANDS])
-        )
-        self.conversation.append(Listing("Keys", self.KEYS))
-        self.conversation.show_end()
-
     def copy_answer(self) -> None:
         answers = [
             message.content
@@ -347,27 +345,6 @@ class ChatApp(App[int]):
     def _copy(self, text: str, what: str) -> None:
         self.copy_to_clipboard(text)
         self.hint(f"{what} went to the terminal's clipboard ({len(text):,} characters).")
-
-    def show_stats(self) -> None:
-        usage, cache = self.dialogue.last_usage, self.dialogue.figures.cache
-        if usage is None:
-            self.hint("There are no figures yet: ask something first.")
-            return
-        pairs = [
-            ("prompt", f"{usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"),
-            ("answer", f"{usage.completion_tokens:,} tokens"),
-            ("first token", f"after {seconds_text(usage.ttft_s)}"),
-            ("reading", f"{rate_text(usage.prefill_tps)} tokens/s"),
-            ("writing", f"{rate_text(usage.decode_tps)} tokens/s"),
-        ]
-        if cache is not None:
-            pairs += [
-                ("KV cache", f"{cache.kv_bytes:,} bytes, {cache.kv_bytes_allocated:,} allocated"),
-                ("in fp16", f"{cache.kv_bytes_fp16:,} bytes"),
-                ("context", f"{cache.tokens:,} of {cache.context:,} tokens"),
-            ]
-        self.conversation.append(Listing("The last answer", pairs))
-        self.conversation.show_end()
 
 
 def run(settings: Settings, session: Session | None = None, choose: bool = False) -> int:

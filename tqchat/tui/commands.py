@@ -31,7 +31,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("help", "show commands and keys", lambda app, _: app.show_help()),
+    Command("help", "show commands and keys", lambda app, _: app.reports.help()),
     Command(
         "clear",
         "begin a new conversation and free the cache",
@@ -45,6 +45,19 @@ COMMANDS = (
         ("reset",),
     ),
     Command("retry", "answer the last message again", lambda app, _: app.dialogue.retry()),
+    Command("edit", "change the last message and ask again", lambda app, _: app.dialogue.edit()),
+    Command(
+        "continue",
+        "go on with an answer that was stopped or cut",
+        lambda app, _: app.dialogue.go_on(),
+    ),
+    Command("copy", "copy the last answer", lambda app, _: app.copy_answer()),
+    Command(
+        "export",
+        "write the conversation to a file: .md, .json",
+        lambda app, name: app.keeping.export(name),
+        argument="[FILE]",
+    ),
     Command(
         "file", "attach a text file", lambda app, name: app.attaching.file(name), argument="PATH"
     ),
@@ -53,7 +66,11 @@ COMMANDS = (
         "read the text that a token stands for (F3)",
         lambda app, _: app.attaching.view_token(),
     ),
-    Command("edit", "edit that text in $EDITOR (F4)", lambda app, _: app.attaching.edit_token()),
+    Command(
+        "edit-token",
+        "edit that text in $EDITOR (F4)",
+        lambda app, _: app.attaching.edit_token(),
+    ),
     Command("sessions", "go on with another conversation", lambda app, _: app.keeping.choose()),
     Command(
         "rename",
@@ -62,17 +79,40 @@ COMMANDS = (
         argument="TITLE",
     ),
     Command(
-        "export",
-        "write the conversation to a file: .md, .json",
-        lambda app, name: app.keeping.export(name),
-        argument="[FILE]",
+        "system",
+        "show the system prompt, or set it (- for none)",
+        lambda app, text: app.reports.system(text),
+        argument="[TEXT]",
     ),
-    Command("copy", "copy the last answer", lambda app, _: app.copy_answer()),
-    Command("stats", "show the figures of the last answer", lambda app, _: app.show_stats()),
+    Command(
+        "set",
+        "show how answers are sampled, or set one of it",
+        lambda app, words: app.reports.set(words),
+        argument="[NAME VALUE]",
+    ),
+    Command(
+        "model",
+        "choose another model; the conversation stays",
+        lambda app, name: app.choosing.model(name),
+        argument="[NAME]",
+    ),
+    Command("context", "show what fills the context", lambda app, _: app.reports.context()),
     Command("theme", "choose the colours", lambda app, _: app.action_change_theme()),
+    Command("stats", "show the figures of the last answer", lambda app, _: app.reports.stats()),
+    Command(
+        "plan",
+        "show what memory the model needs by context length",
+        lambda app, _: app.choosing.plan(),
+    ),
     Command("panel", "show or hide the side panel", lambda app, _: app.action_toggle_panel()),
     Command("quit", "leave", lambda app, _: app.action_leave(), ("quit", "exit")),
 )
+
+
+def readme_table() -> str:
+    """The commands as the README has them."""
+    rows = [f"| `{command.usage}` | {command.help} |" for command in COMMANDS]
+    return "\n".join(["| | |", "|---|---|", *rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The conversation as it goes: messages wait, turns run, and what the engine tells is acted on."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -38,21 +38,23 @@ if TYPE_CHECKING:
 
 _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
-    "stopped": "stopped",
-    "length": "cut at the most tokens allowed (--max-tokens)",
+    "stopped": "stopped: /continue goes on",
+    "length": "cut at max_tokens: /continue goes on",
     "context": "the context is full: /clear starts afresh, --context N makes more room",
 }
 
 
 @dataclass
 class Turn:
-    """A question under way. `shown` is it as typed, with tokens for what was pasted."""
+    """A question under way. `shown` is it as typed, with tokens for what was pasted. `before`: the
+    answer as it was, if this turn goes on with one."""
 
     number: int
     question: Question
     text: str
     shown: str
     answer: Answer | None = None
+    before: str = ""
     tokens: int = 0
     began: float = field(default_factory=lambda: monotonic())
 
@@ -83,6 +85,7 @@ class Dialogue:
         self.held = 0
         self.dead = False
         self.last_usage: Usage | None = None
+        self.editing: Question | None = None
         self._waiting: deque[_Waiting] = deque()
         self._text: list[str] = []
 
@@ -215,7 +218,10 @@ class Dialogue:
     # A turn
 
     def send(self, text: str, shown: str) -> None:
-        """Asks `text`, after what waits already."""
+        """Asks `text`, after what waits already, or in the place of the message that is edited."""
+        if self.editing is not None:
+            self._forget_from(self.editing)
+            self.end_editing()
         question = Question(shown)
         self._waiting.append(_Waiting(question, text, shown))
         if self.busy:
@@ -235,10 +241,15 @@ class Dialogue:
         assert self.figures.model is not None
         if folder := self.record.ask(waiting.text, self.figures.model.name):
             engine.take_up(folder)
-        number = engine.generate(
+        self._begin(Turn(self._generate(engine), waiting.question, waiting.text, waiting.shown))
+
+    def _generate(self, engine: ChatEngine) -> int:
+        return engine.generate(
             self.record.talk.prompt(), Sampling.of(self.settings), self.settings.max_tokens
         )
-        self.turn = Turn(number, waiting.question, waiting.text, waiting.shown)
+
+    def _begin(self, turn: Turn) -> None:
+        self.turn = turn
         self.reading = None
         self._app.wake()
 
@@ -248,6 +259,7 @@ class Dialogue:
         if turn.answer is None:
             turn.answer = Answer()
             conversation.insert(conversation.entries.index(turn.question) + 1, turn.answer)
+        if not turn.tokens:
             self.reading = None
             self.figures.begin_decoding()
         turn.tokens += 1
@@ -268,7 +280,7 @@ class Dialogue:
         self.draw_text()
         self.turn = self.reading = None
         self._app.hint("")
-        if reason == "stopped" and not text:
+        if reason == "stopped" and not text and not turn.before:
             self._take_back(turn)
         else:
             self.record.finish(text)
@@ -305,7 +317,10 @@ class Dialogue:
         if turn.answer is not None:
             turn.answer.finish("not finished", "$warning")
             conversation.update_entry(turn.answer)
-        self._take_back(turn)
+        if turn.answer is not None and turn.before:
+            self.record.finish(turn.answer.text[len(turn.before) :])
+        else:
+            self._take_back(turn)
         self._take_back_waiting()
         conversation.append(Fault(message))
         conversation.show_end()
@@ -349,6 +364,7 @@ class Dialogue:
     def leave(self) -> None:
         """The conversation goes from the screen; it stays on the disk."""
         self.turn = self.reading = None
+        self.end_editing()
         self._text.clear()
         self._waiting.clear()
         self.record.leave()
@@ -400,15 +416,86 @@ class Dialogue:
             self._answer_again()
 
     def _answer_again(self) -> None:
-        conversation = self._app.conversation
-        entries = conversation.entries
-        place = max(n for n, entry in enumerate(entries) if isinstance(entry, Question))
-        question = entries[place]
-        assert isinstance(question, Question)
-        for entry in entries[place + 1 :]:
+        question, conversation = self._last_question, self._app.conversation
+        for entry in conversation.entries[conversation.entries.index(question) + 1 :]:
             conversation.remove_entry(entry)
-        start = max(n for n, m in enumerate(self.record.messages) if m.role == "user")
+        start = self._last_asked
         text = self.record.messages[start].content
         self.record.replace(start)
         self._waiting.append(_Waiting(question, text, question.text))
         self._next()
+
+    @property
+    def _last_question(self) -> Question:
+        entries = self._app.conversation.entries
+        return next(entry for entry in reversed(entries) if isinstance(entry, Question))
+
+    @property
+    def _last_asked(self) -> int:
+        """Which message it is."""
+        return max(n for n, m in enumerate(self.record.messages) if m.role == "user")
+
+    def edit(self) -> None:
+        """Brings the last question back to the prompt; sent again, it takes its own place."""
+        if self.busy:
+            self._app.hint("Something is running: Esc stops it.")
+        elif not self.record.messages:
+            self._app.hint("There is no message to edit.")
+        elif self._app.prompt.text:
+            self._app.hint("Send or delete what is in the prompt first.")
+        else:
+            self.editing = self._last_question
+            self._app.prompt.put_back(self.editing.text)
+            self._app.box.border_title = "your last message: Enter asks again, Esc leaves it"
+
+    def end_editing(self) -> None:
+        if self.editing is not None:
+            self.editing = None
+            self._app.prompt.text = ""
+            self._app.box.border_title = ""
+
+    def _forget_from(self, question: Question) -> None:
+        conversation = self._app.conversation
+        for entry in conversation.entries[conversation.entries.index(question) :]:
+            conversation.remove_entry(entry)
+        self.record.replace(self._last_asked)
+
+    def go_on(self) -> None:
+        """Has the last answer continued from where it ended."""
+        engine, messages = self.engine, self.record.messages
+        if self.busy:
+            self._app.hint("Something is running: Esc stops it.")
+        elif engine is None or self.figures.model is None:
+            self._app.hint("No model is loaded. /retry tries again, /quit leaves.")
+        elif not messages or messages[-1].role != "assistant":
+            self._app.hint("There is no answer to go on with.")
+        else:
+            conversation, question = self._app.conversation, self._last_question
+            place = conversation.entries.index(question) + 1
+            for entry in conversation.entries[place:]:
+                conversation.remove_entry(entry)
+            before, answer = messages[-1].content, Answer()
+            answer.feed(before)
+            conversation.insert(place, answer)
+            turn = Turn(self._generate(engine), question, "", question.text, answer, before)
+            self._begin(turn)
+
+    def set_system(self, text: str) -> None:
+        """Another system prompt, from the next message on; "-" for none."""
+        self.record.set_system("" if text == "-" else text)
+        again = " What was said is read again with the next message." if self.held else ""
+        self._app.conversation.append(Notice(f"The system prompt is changed.{again}"))
+
+    def use_model(self, name: str) -> None:
+        """Loads another model; it reads what was said with the next message."""
+        engine, opened = self.engine, self._app.opening.opened
+        if engine is None or opened is None:
+            self._app.hint("There is no engine to load it with: leave and start again.")
+        elif self.busy:
+            self._app.hint("Something is running: Esc stops it.")
+        else:
+            self._app.opening.opened = replace(opened, model=name, suggest_larger=False)
+            self.figures.model = None
+            self.loading = Progress("Starting")
+            engine.load(name)
+            self._app.wake()

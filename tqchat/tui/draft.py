@@ -1,5 +1,6 @@
 """What would be sent: its tokens, counted once typing pauses, and the room it leaves."""
 
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ class Draft:
         self._counts = Counts()
         self._seen = ""
         self._count_at = 0.0
+        self._wanted: Sequence[str] = ()
+        self._then: Callable[[], None] | None = None
 
     def guess(self, text: str) -> int:
         """The tokens of a text: as counted, else what is likely."""
@@ -27,14 +30,27 @@ class Draft:
     def forget(self) -> None:
         """Another model counts otherwise."""
         self._counts.forget()
+        self._then = None
 
     def counted(self, number: int, tokens: int) -> None:
         """The engine's answer to a question for tokens."""
         self._counts.answer(number, tokens)
         prompt = self._app.prompt
+        if self._then is not None and not any(map(self._counts.is_asked, self._wanted)):
+            then, self._then = self._then, None
+            then()
         for one in prompt.attachments.inside(prompt.text):
             one.tokens = self._counts.known(one.text)
         prompt.relabel()
+
+    def when_counted(self, texts: Sequence[str], then: Callable[[], None]) -> None:
+        """Has texts counted and calls `then`: at once if nobody is there to count them."""
+        self._ask(texts)
+        self._wanted = texts
+        if any(map(self._counts.is_asked, texts)):
+            self._then = then
+        else:
+            then()
 
     def count(self) -> None:
         """Has the prompt's texts counted, once it is left alone for a moment."""
@@ -46,12 +62,15 @@ class Draft:
         typed = prompt.attachments.typed(shown)
         if monotonic() >= self._count_at:
             texts.append(typed)
+        self._ask(texts)
+        self._draw(shown, typed)
+
+    def _ask(self, texts: Sequence[str]) -> None:
         dialogue = self._app.dialogue
         if dialogue.figures.model is not None and (engine := dialogue.engine) is not None:
             for text in texts:
                 if self._counts.known(text) is None and not self._counts.is_asked(text):
                     self._counts.ask(engine.count(text), text)
-        self._draw(shown, typed)
 
     def _draw(self, shown: str, typed: str) -> None:
         subtitle, full = "", False

@@ -84,6 +84,12 @@ class Record:
                 self.session.replace(start, stop, messages)
         self._taken_back = False
 
+    def set_system(self, text: str) -> None:
+        self.talk.system = text
+        with self._or_unsaved():
+            if self.session is not None:
+                self.session.set_system(text)
+
     def rename(self, session_id: str, title: str) -> None:
         """Give this or another session a title. Raises ChatError."""
         if self.session is not None and self.session.id == session_id:

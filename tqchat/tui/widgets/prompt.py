@@ -311,7 +311,7 @@ class CommandMenu(Static):
         pairs = [
             (f"@{clean_line(one.typed)}", "")
             if isinstance(one, Place)
-            else (f"/{one.name}".ljust(10), one.help)
+            else (f"/{one.name}".ljust(12), one.help)
             for one in self._found
         ]
         width = max(len(name) + len(help) for name, help in pairs) + 2

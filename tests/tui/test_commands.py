@@ -1,0 +1,316 @@
+"""Every command of the chat, the table they come from, and what the README makes of it."""
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual.command import CommandPalette
+
+from tests.tui.conftest import Chat, chat
+from tests.tui.fake_engine import FakeEngine
+from tqchat import library
+from tqchat.chat import sessions
+from tqchat.engine.events import Sampling
+from tqchat.library import Offer
+from tqchat.tui.commands import COMMANDS, completions, readme_table
+from tqchat.tui.screens.models import ModelPicker
+from tqchat.tui.screens.text import TextView
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def said(screen: Chat) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in screen.engine.turns[-1]]
+
+
+def test_the_readme_has_the_commands_as_they_are() -> None:
+    assert readme_table() in (ROOT / "README.md").read_text()
+
+
+def test_what_is_asked_of_the_commands_is_there() -> None:
+    wanted = "help clear reset retry edit continue copy export file sessions rename system set"
+    wanted += " model context theme stats plan quit view panel"
+    assert set(wanted.split()) <= {command.name for command in COMMANDS}
+    assert completions("/") == list(COMMANDS)
+
+
+async def test_the_palette_has_them_all(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.pilot.press("ctrl+p")
+        await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
+        found = {command.title for command in screen.app.get_system_commands(screen.app.screen)}
+        assert found == {f"/{command.name}" for command in COMMANDS}
+
+
+# Editing and continuing
+
+
+async def test_edit_asks_the_last_message_again_in_its_place(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.exchange("two", "wrong answer")
+        await screen.command("/edit")
+        await screen.shows("Enter asks again")
+        assert screen.prompt.text == "two"
+        await screen.pilot.press(*" more")
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turn == 3)
+        assert said(screen) == [
+            ("system", "Be brief."),
+            ("user", "one"),
+            ("assistant", "1"),
+            ("user", "two more"),
+        ]
+        assert "wrong answer" not in screen.screen_text
+        assert "Enter asks again" not in screen.screen_text
+        engine.say_finished("2")
+        await screen.until(lambda: not screen.app.busy)
+    kept = sessions.Session.open(sessions.summaries()[0].id)
+    assert [message.content for message in kept.conversation.messages] == [
+        "one",
+        "1",
+        "two more",
+        "2",
+    ]
+    kept.close()
+
+
+async def test_edit_can_be_left(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.command("/edit")
+        await screen.pilot.press("escape")
+        assert screen.prompt.text == ""
+        await screen.send("two")
+        assert [text for _, text in said(screen)[1:]] == ["one", "1", "two"]
+
+
+async def test_edit_says_why_it_cannot(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/edit")
+        await screen.shows("There is no message to edit")
+        await screen.send("one")
+        await screen.command("/edit")
+        await screen.shows("Something is running")
+        engine.say_finished("1")
+        await screen.until(lambda: not screen.app.busy)
+        screen.prompt.text = "a draft"
+        screen.app.dialogue.edit()
+        await screen.shows("what is in the prompt first")
+        assert screen.prompt.text == "a draft"
+
+
+@pytest.mark.parametrize("reason", ["stopped", "length"])
+async def test_continue_goes_on_with_the_answer(engine: FakeEngine, reason: str) -> None:
+    async with chat(engine) as screen:
+        await screen.send("count")
+        engine.say("one, two,")
+        engine.say_finished("one, two,", reason)  # type: ignore[arg-type]
+        await screen.shows("one, two,", "/continue goes on")
+        await screen.command("/continue")
+        assert said(screen)[-2:] == [("user", "count"), ("assistant", "one, two,")]
+        engine.say(" three")
+        engine.say_finished(" three")
+        await screen.shows("one, two, three")
+        await screen.send("and?")
+        assert said(screen)[-2:] == [("assistant", "one, two, three"), ("user", "and?")]
+    kept = sessions.Session.open(sessions.summaries()[0].id)
+    assert kept.conversation.messages[1].content == "one, two, three"
+    kept.close()
+
+
+async def test_a_continuation_that_fails_keeps_what_came(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/continue")
+        await screen.shows("There is no answer to go on with")
+        await screen.exchange("count", "one,")
+        await screen.command("/continue")
+        await screen.pilot.press("escape")
+        engine.say_finished("", "stopped")
+        await screen.until(lambda: not screen.app.busy)
+        assert screen.prompt.text == ""
+        await screen.command("/continue")
+        engine.say(" two")
+        engine.say_failed("Out of memory.")
+        await screen.shows("one, two", "not finished", "Out of memory")
+        assert screen.prompt.text == ""
+        await screen.send("and?")
+        assert said(screen)[-2:] == [("assistant", "one, two"), ("user", "and?")]
+
+
+# Settings of the conversation
+
+
+async def test_system_shows_and_sets(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/system")
+        await screen.shows("System prompt", "Be brief.")
+        await screen.exchange("one", "1")
+        await screen.command("/system Be kind.")
+        await screen.shows("is changed", "read again")
+        await screen.send("two")
+        assert said(screen)[0] == ("system", "Be kind.")
+        engine.say_finished("2")
+        await screen.until(lambda: not screen.app.busy)
+        await screen.command("/system -")
+        await screen.send("three")
+        assert said(screen)[0] == ("user", "one")
+        await screen.command("/reset")
+        await screen.send("four")
+        assert said(screen) == [("system", "Be brief."), ("user", "four")]
+    kept = sessions.Session.open(sessions.summaries()[1].id)
+    assert kept.conversation.system == ""
+    kept.close()
+
+
+async def test_set_shows_and_sets_and_puts_back(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/set")
+        await screen.shows(
+            "temperature", "repetition_penalty", "max_tokens", "as the model suggests"
+        )
+        await screen.command("/set temperature 0.25")
+        await screen.shows("temperature: 0.25")
+        await screen.command("/set top-k 5")
+        await screen.send("one")
+        assert engine.samplings[-1] == Sampling(temperature=0.25, top_k=5)
+        engine.say_finished("1")
+        await screen.until(lambda: not screen.app.busy)
+        await screen.command("/set temperature default")
+        await screen.command("/set max_tokens 7")
+        await screen.send("two")
+        assert engine.samplings[-1] == Sampling(top_k=5)
+        assert engine.most_tokens[-1] == 7
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("/set temperature hot", "not a number from 0 to 100"),
+        ("/set top_p 1.5", "from 0 to 1"),
+        ("/set colour blue", "There is no colour"),
+        ("/set seed", "A value is missing"),
+        ("/set kv fp16", "There is no kv"),
+    ],
+)
+async def test_what_cannot_be_set_stays_in_the_prompt(
+    engine: FakeEngine, typed: str, words: str
+) -> None:
+    async with chat(engine) as screen:
+        await screen.command(typed)
+        await screen.shows(words)
+        assert screen.prompt.text == typed
+
+
+async def test_context_says_what_fills_it(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("q" * 40, "a" * 80)
+        await screen.command("/context")
+        # A token of the fake engine is four characters long: 3 + 10 + 20 of the 64 held.
+        await screen.shows("The context, 8,192 tokens", "the longest")
+        rows = re.findall(r"^ *(\w.*?) +([\d,]+) tokens +[\d.]+%", screen.screen_text, re.M)
+        assert rows == [
+            ("system prompt", "3"),
+            ("your messages (1)", "10"),
+            ("answers (1)", "20"),
+            ("chat template", "31"),
+            ("free", "8,128"),
+        ]
+
+
+# Models
+
+
+OFFERS = [
+    Offer("smollm2", 93_000_000, 8192, is_here=True),
+    Offer("org/small-4bit", 700_000_000, 131_072, False, "Apache-2.0", "quick answers"),
+    Offer("org/huge-4bit", 40_000_000_000, 0, False, "MIT", "for 64 GB and more"),
+]
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "offers", lambda kv: OFFERS)
+
+
+@pytest.mark.usefixtures("offered")
+async def test_the_picker_shows_what_fits(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/model")
+        await screen.shows("smollm2", "88.7 MiB", "8,192 tokens fit", "on this machine")
+        await screen.shows("org/small-4bit", "131,072 tokens fit", "to fetch", "quick answers")
+        await screen.shows("does not fit here", "37.3 GiB")
+        await screen.pilot.press(*"huge")
+        await screen.until(lambda: "small-4bit" not in screen.screen_text)
+        await screen.pilot.press("escape")
+        await screen.until(lambda: not isinstance(screen.app.screen, ModelPicker))
+        assert engine.loads == ["smollm2"]
+
+
+@pytest.mark.usefixtures("offered")
+async def test_another_model_takes_over_the_conversation(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "get", lambda name, progress, stop: (name, ""))
+    async with chat(engine) as screen:
+        await screen.exchange("one", "1")
+        await screen.command("/model")
+        await screen.shows("to fetch")
+        await screen.pilot.press("down", "enter")
+        await screen.until(lambda: engine.loads == ["smollm2", "org/small-4bit"])
+        await screen.shows("loading")
+        await screen.command("two")
+        await screen.shows("waits for the model")
+        engine.say_loaded()
+        await screen.until(lambda: engine.turn == 2)
+        assert [text for _, text in said(screen)[1:]] == ["one", "1", "two"]
+
+
+@pytest.mark.usefixtures("offered")
+async def test_fetching_shows_how_far_and_can_be_stopped(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = threading.Event()
+
+    def get(
+        name: str, progress: Callable[[str, int, int], None], stop: Callable[[], bool]
+    ) -> tuple[str, str]:
+        progress(f"Fetching {name}", 250_000_000, 1_000_000_000)
+        while not stop():
+            stopped.wait(0.01)
+        stopped.set()
+        return "", ""
+
+    monkeypatch.setattr(library, "get", get)
+    async with chat(engine) as screen:
+        await screen.command("/model org/other")
+        await screen.shows("Fetching org/other", "25%", "238 MB of 954 MB", "Esc stops")
+        await screen.pilot.press("escape")
+        await screen.until(stopped.is_set)
+        await screen.shows("Stopped.", "smollm2")
+        await screen.pilot.press("escape")
+        assert engine.loads == ["smollm2"]
+
+
+@pytest.mark.usefixtures("offered")
+async def test_a_name_that_is_no_model_is_said_and_others_are_offered(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/model nonsense")
+        await screen.shows("There is no model 'nonsense'", "org/small-4bit")
+
+
+async def test_the_model_is_not_changed_while_it_answers(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.send("one")
+        await screen.command("/model")
+        await screen.shows("Something is running")
+
+
+async def test_plan_is_a_screen(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "plan_text", lambda name, kv: f"{name}, {kv}: 12 GiB at 128K")
+    async with chat(engine) as screen:
+        await screen.command("/plan")
+        await screen.until(lambda: isinstance(screen.app.screen, TextView))
+        await screen.shows("Memory by context length", "int4: 12 GiB at 128K")
