@@ -175,9 +175,14 @@ def _read(name: str) -> tuple[str, Shape, int]:
 def weights_bytes(config: Config, shape: Shape) -> int:
     """From the config alone: 16 bits, or MLX's quantisation with its two 16-bit numbers a group."""
     quantization = config.get("quantization") or {}
+    if quantization.get("quant_method") == "mxfp4":
+        # As OpenAI has it: 4 bits and a byte for 32 of them, everything but experts in 16 bits.
+        experts = shape.n_expert_parameters
+        return int(4.25 / 8 * experts) + 2 * (shape.n_parameters - experts)
     bits = quantization.get("bits", 16)
     if quantization:
-        bits += 32 / quantization.get("group_size", 64)
+        affine = quantization.get("mode", "affine") == "affine"
+        bits += (32 if affine else 8) / quantization.get("group_size", 64)
     return int(shape.n_parameters * bits / 8)
 
 

@@ -53,6 +53,10 @@ class DecoderConfig:
         return attention + self._mlp_parameters + embeddings * self.vocab_size * self.hidden_size
 
     @property
+    def n_expert_parameters(self) -> int:
+        return 0
+
+    @property
     def _mlp_parameters(self) -> int:
         return 3 * self.n_layers * self.hidden_size * self.intermediate_size
 

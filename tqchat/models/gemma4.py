@@ -81,14 +81,19 @@ class Gemma4Config(DecoderConfig):
         return len(self.layers)
 
     @property
+    def n_expert_parameters(self) -> int:
+        return 3 * self.n_layers * self.n_experts * self.hidden_size * self.moe_intermediate_size
+
+    @property
     def n_parameters(self) -> int:
         hidden, per_layer = self.hidden_size, self.per_layer_size
         total = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
+        total += self.n_expert_parameters
         for layer in self.layers:
             kv = layer.owns * (2 - layer.k_is_v) * layer.n_kv_heads
             total += hidden * layer.head_dim * (2 * self.n_heads + kv)
             total += 3 * hidden * layer.intermediate_size
-            total += hidden * self.n_experts * (3 * self.moe_intermediate_size + 1)
+            total += hidden * self.n_experts
             total += per_layer * (3 * hidden + self.per_layer_vocab_size)
         return total
 

@@ -21,9 +21,12 @@ class GptOssConfig(DecoderConfig):
     top_k: int
 
     @property
+    def n_expert_parameters(self) -> int:
+        return 3 * self.n_layers * self.n_experts * self.hidden_size * self.intermediate_size
+
+    @property
     def _mlp_parameters(self) -> int:
-        expert = 3 * self.intermediate_size + 1
-        return self.n_layers * self.n_experts * self.hidden_size * expert
+        return self.n_expert_parameters + self.n_layers * self.n_experts * self.hidden_size
 
     @classmethod
     def parse(cls, config: Config) -> Self:

@@ -24,11 +24,16 @@ class Qwen3MoEConfig(DecoderConfig):
     sparse: tuple[bool, ...]
 
     @property
+    def n_expert_parameters(self) -> int:
+        size = 3 * self.hidden_size * self.moe_intermediate_size
+        return sum(self.sparse) * self.n_experts * size
+
+    @property
     def _mlp_parameters(self) -> int:
         n_sparse = sum(self.sparse)
         dense = 3 * (self.n_layers - n_sparse) * self.intermediate_size
-        experts = n_sparse * self.n_experts * (3 * self.moe_intermediate_size + 1)
-        return self.hidden_size * (dense + experts)
+        routers = n_sparse * self.n_experts
+        return self.n_expert_parameters + self.hidden_size * (dense + routers)
 
     @classmethod
     def parse(cls, config: Config) -> Self:

@@ -28,6 +28,7 @@ from tqchat.models.weights import Weights
 class Shape(Protocol):
     """What of a model's config decides its memory. `context` is what it was trained for.
 
+    `n_expert_parameters`: those of `n_parameters` that are a mixture's experts.
     `kv_layers`: one for each cache that the model is called with, in order.
     """
 
@@ -49,6 +50,8 @@ class Shape(Protocol):
     def context(self) -> int: ...
     @property
     def n_parameters(self) -> int: ...
+    @property
+    def n_expert_parameters(self) -> int: ...
 
 
 class Model(Protocol):
