@@ -73,6 +73,29 @@ FAMILIES = {
         "gemma", ["<unk>", "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
         "<bos>", "<eos>", "<end_of_turn>", False, ("\n\n", "\n\n\n", "▁▁", "▁▁▁", "<table>"),
     ),
+    "qwen3": Family(
+        "qwen3", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, "<|im_end|>",
+        "<|im_end|>", True,
+        ("<think>", "</think>", "<tool_response>", "</tool_response>"),
+    ),
+    "smollm3": Family(
+        "smollm3", ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"],
+        "<|begin_of_text|>", "<|im_end|>", "<|im_end|>", True, ("<think>", "</think>"),
+    ),
+    "ministral3": Family(
+        "ministral3",
+        ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"],
+        "<s>", "</s>", "</s>", True,
+    ),
+    "phi4": Family(
+        "phi4", ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"], "<|endoftext|>",
+        "<|im_end|>", "<|im_end|>", True,
+    ),
+    "phi4_mini": Family(
+        "phi4_mini",
+        ["<|endoftext|>", "<|assistant|>", "<|system|>", "<|user|>", "<|end|>"], "<|endoftext|>",
+        "<|endoftext|>", "<|end|>", True,
+    ),
     "phi": Family(
         "phi", ["<unk>", "<s>", "<|endoftext|>", "<|assistant|>", "<|system|>", "<|user|>",
                 "<|end|>"],

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.chat.families import EXAMPLES, FAMILIES, template_of
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
-from tqchat.chat.template import ChatTemplate
+from tqchat.chat.template import ChatTemplate, thinking
 from tqchat.chat.tokenizer import Tokenizer
 
 FolderOf = Callable[[str], Path]
@@ -222,3 +222,49 @@ def test_every_template_fixture_is_used() -> None:
     assert {template_of(f) for f in FAMILIES.values()} == {
         path.read_text() for path in (Path(__file__).parent / "data").glob("*.jinja")
     }
+
+
+THOUGHTS = [
+    Message("user", "Why?"),
+    Message("assistant", "<think>\nLet me see: <|im_end|>\n</think>\n\nBecause."),
+    Message("user", "Really?"),
+    Message("assistant", "<think>\n\n</think>\n\nYes."),
+    Message("user", "And then?"),
+]
+
+
+@pytest.mark.parametrize("think", [None, True, False])
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["without_system", "with_system"])
+@pytest.mark.parametrize("family", ["qwen3", "smollm3", "thinking"])
+def test_thinking_is_switched_as_transformers_does(
+    folder_of: FolderOf,
+    tokenizer_of: TokenizerOf,
+    reference_of: ReferenceOf,
+    family: str,
+    system: list[Message],
+    think: bool | None,
+) -> None:
+    template, switches = ChatTemplate.from_folder(folder_of(family)), thinking(think)
+    for turns in (1, 3, 5):
+        messages = system + THOUGHTS[:turns]
+        prompt = template.render(messages, **switches)
+        assert prompt == reference_of(family).apply_chat_template(
+            as_dicts(messages), tokenize=False, add_generation_prompt=True, **switches
+        )
+        off = prompt.removesuffix("\n").endswith("<think>\n\n</think>") or prompt.endswith(
+            "<think>\n\n</think>\n\n"
+        )
+        assert off == (think is False)
+        # What was thought is cut, or it is text: never the control token that it spells.
+        ids = template.prompt_ids(tokenizer_of(family), messages, **switches)
+        end = tokenizer_of(family).special_tokens["<|im_end|>"]
+        header = family == "smollm3" or bool(system)
+        assert ids.count(end) == turns + header
+
+
+def test_what_thinking_is_called() -> None:
+    assert thinking(None) == {}
+    for think in (True, False):
+        template = ChatTemplate("{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}")
+        effort = "" if think else "low"
+        assert template.render([], **thinking(think)) == f"{think} {think} {effort}"
