@@ -124,22 +124,23 @@ void attend_block(
     uint part,
     uint lane) {
   const uint row = matrix_row(lane), pair = matrix_pair(lane);
-  const device uint4* k_tile = tile + lane;
-  const device uint4* v_tile = tile + D + part * DV + lane;
+  const device uint4* v_tile = tile + BITS * D / 4;
+  const device uint4* parameter_tile = tile + BITS * D / 2;
   // Ask for the whole tile at once where there are registers to hold it.
   constexpr bool early = D * ROWS <= 128;
   uint4 k_codes[D / 32], v_codes[DV / 32];
   if (early) {
     UNROLL
-    for (int j = 0; j < D / 32; j++) k_codes[j] = k_tile[32 * j];
+    for (int j = 0; j < D / 32; j++) k_codes[j] = load_codes<D>(tile, 32 * j + lane);
     UNROLL
-    for (int j = 0; j < DV / 32; j++) v_codes[j] = v_tile[32 * j];
+    for (int j = 0; j < DV / 32; j++)
+      v_codes[j] = load_codes<D>(v_tile, part * DV + 32 * j + lane);
   }
   threadgroup uint4* staged = (threadgroup uint4*)parameters;
   simdgroup_barrier(mem_flags::mem_threadgroup);  // the last block's have been read
-  for (uint i = lane; i < D / 4; i += 32) staged[i] = tile[2 * D + i];
+  for (uint i = lane; i < D / 4; i += 32) staged[i] = parameter_tile[i];
   for (uint i = lane; i < DV / 4; i += 32)
-    staged[D / 4 + i] = tile[2 * D + D / 4 + part * (DV / 4) + i];
+    staged[D / 4 + i] = parameter_tile[D / 4 + part * (DV / 4) + i];
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
   float2 scores[ROWS][4];
@@ -152,7 +153,7 @@ void attend_block(
   }
   UNROLL
   for (int f = 0; f < D / 8; f++) {
-    if (!early && f % 4 == 0) k_codes[f / 4] = k_tile[32 * (f / 4)];
+    if (!early && f % 4 == 0) k_codes[f / 4] = load_codes<D>(tile, 32 * (f / 4) + lane);
     float2 keys[4];
     UNROLL
     for (int n = 0; n < 4; n++) keys[n] = nibbles(k_codes[f / 4][f % 4], n);
@@ -185,7 +186,7 @@ void attend_block(
 
   UNROLL
   for (int j = 0; j < DV / 32; j++) {
-    if (!early) v_codes[j] = v_tile[32 * j];
+    if (!early) v_codes[j] = load_codes<D>(v_tile, part * DV + 32 * j + lane);
     const uint4 words = staged[D / 4 + 8 * j + row];
     UNROLL
     for (int n = 0; n < 4; n++) {
@@ -387,7 +388,7 @@ void attend(
                          held.n_sink, dense};
   const Dense<T, D> v = {sink_v + at.head * sink_capacity * D, tail_v + at.head * tail_capacity * D,
                          held.n_sink, dense};
-  const device uint4* head_tiles = (const device uint4*)tiles + ulong(at.head) * capacity * (10 * D / 4);
+  const device uint4* head_tiles = (const device uint4*)tiles + ulong(at.head) * capacity * (tile_words(D) / 4);
   threadgroup uint* own = scratch + at.simdgroup * scratch_words(D, DV);
   Rows<D, DV, ROWS> rows;
   rows.clear();
@@ -396,7 +397,7 @@ void attend(
       const int block = first_block + unit, position = held.n_sink + BLOCK * block;
       const bool is_masked = position < unseen || position + BLOCK - 1 > length - n_tokens;
       attend_block<D, DV, ROWS>(
-          rows, head_tiles + ulong(block) * (10 * D / 4), query, own, ranges, is_masked, position,
+          rows, head_tiles + ulong(block) * (tile_words(D) / 4), query, own, ranges, is_masked, position,
           options.softcap, at.part, at.lane);
     } else {
       attend_dense<D, DV, ROWS>(

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tqchat.kernels import codec
 from tqchat.kernels.backend import Array, Backend
 from tqchat.kernels.layout import BLOCK, GROUP, SINK, TAIL_MIN, tile_words
 from tqchat.kernels.view import KVView
@@ -75,7 +76,7 @@ MERGE = """
 SEAL = """
   const uint channel = thread_position_in_grid.x;
   const uint block = thread_position_in_grid.z * (k_shape[1] / BLOCK) + thread_position_in_grid.y;
-  seal<D>(k + block * BLOCK * D, v + block * BLOCK * D, tiles + block * 10 * D, channel);
+  seal<D>(k + block * BLOCK * D, v + block * BLOCK * D, tiles + block * tile_words(D), channel);
 """
 GATHER = """
   const Lengths held = make_lengths(lengths);
@@ -89,8 +90,8 @@ GATHER = """
     v[to] = T(sink_v[from]);
   } else if (token < sealed) {
     const ulong block = ulong(head) * tiles_shape[1] + token / BLOCK;
-    k[to] = T(k_element<D>(tiles + block * 10 * D, token % BLOCK, channel));
-    v[to] = T(v_element<D>(tiles + block * 10 * D, token % BLOCK, channel));
+    k[to] = T(k_element<D>(tiles + block * tile_words(D), token % BLOCK, channel));
+    v[to] = T(v_element<D>(tiles + block * tile_words(D), token % BLOCK, channel));
   } else if (token < sealed + held.n_tail) {
     const uint from = (head * tail_k_shape[1] + token - sealed) * D + channel;
     k[to] = T(tail_k[from]);
@@ -105,17 +106,18 @@ GATHER = """
 
 
 @functools.cache
-def _header(*names: str) -> str:
+def _header(*names: str, kv_bits: int = 4) -> str:
     """What goes before a kernel: MLX puts together and hashes the text anew at every call.
 
     So it is one line per file if Metal's compiler opens files here, which the first call tries
     out, else the files without comments and indentation.
     """
     paths = [Path(__file__).parent / name for name in names]
+    bits = f"#define BITS {kv_bits}\n"
     if mx.metal.is_available() and _opens_files():
-        return _include(paths)
+        return bits + _include(paths)
     text = re.sub(r"//[^\n]*", "", "\n".join(path.read_text() for path in paths))
-    return "\n".join(line.strip() for line in text.split("\n") if line.strip()) + "\n"
+    return bits + "\n".join(line.strip() for line in text.split("\n") if line.strip()) + "\n"
 
 
 def _include(paths: Sequence[Path]) -> str:
@@ -126,7 +128,7 @@ def _include(paths: Sequence[Path]) -> str:
 
 @functools.cache
 def _opens_files() -> bool:
-    header = _include([Path(__file__).parent / "tile.metal"])
+    header = "#define BITS 4\n" + _include([Path(__file__).parent / "tile.metal"])
     kernel: Any = mx.fast.metal_kernel("tqchat_include", [], ["out"], "out[0] = BLOCK;", header)
     try:
         out = kernel(
@@ -197,18 +199,19 @@ class Metal(Backend):
         self,
         dtype: mx.Dtype = mx.float16,
         cache_dtype: mx.Dtype | None = None,
+        kv_bits: int = 4,
         *,
         make_kernel: Callable[..., Any] = mx.fast.metal_kernel,
         cores: int | None = None,
         compile_ahead: bool = True,
     ) -> None:
-        super().__init__(dtype, cache_dtype)
+        super().__init__(dtype, cache_dtype, kv_bits)
         if cores is None:
             architecture = str(mx.device_info().get("architecture", ""))
             cores = CORES.get(architecture[-1:], CORES["g"])
         self._cores = cores
         cache = ["sink_k", "sink_v", "tiles", "tail_k", "tail_v", "lengths"]
-        attention = _header("tile.metal", "merge.metal", "attention.metal")
+        attention = _header("tile.metal", "merge.metal", "attention.metal", kv_bits=kv_bits)
         self._attend_split = make_kernel(
             "tqchat_attend_split",
             ["q", *cache, "options"],
@@ -230,7 +233,7 @@ class Metal(Backend):
             MERGE,
             _header("merge.metal"),
         )
-        cached = _header("tile.metal", "cache.metal")
+        cached = _header("tile.metal", "cache.metal", kv_bits=kv_bits)
         self._seal = make_kernel("tqchat_seal", ["k", "v"], ["tiles"], SEAL, cached)
         self._gather = make_kernel(
             "tqchat_gather", [*cache, "new_k", "new_v"], ["k", "v"], GATHER, cached
@@ -304,19 +307,19 @@ class Metal(Backend):
     def seal(self, k: Array, v: Array) -> Array:
         heads, tokens, dim = k.shape
         if tokens == 0:
-            return mx.zeros((heads, 0, tile_words(dim)), mx.uint32)
+            return mx.zeros((heads, 0, tile_words(dim, self.kv_bits)), mx.uint32)
         return self._seal(
             inputs=[k, v],
             template=[("D", dim)],
             grid=(dim, tokens // BLOCK, heads),
             threadgroup=(dim, 1, 1),
-            output_shapes=[(heads, tokens // BLOCK, tile_words(dim))],
+            output_shapes=[(heads, tokens // BLOCK, tile_words(dim, self.kv_bits))],
             output_dtypes=[mx.uint32],
         )[0]
 
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         heads, n, words = tiles.shape
-        none = mx.zeros((heads, 1, words // 10), self.dtype)
+        none = mx.zeros((heads, 1, words // (2 * (self.kv_bits + 1))), self.dtype)
         return self._held(KVView(none, none, tiles, none, none, 0, n, 0))
 
     def _held(self, view: KVView) -> tuple[Array, Array]:
@@ -344,10 +347,14 @@ class Metal(Backend):
         return [view.sink_k, view.sink_v, tiles, view.tail_k, view.tail_v]
 
     def to_canonical(self, tiles: Array) -> mx.array:
-        return _reordered(tiles, to_canonical=True)
+        if self.kv_bits == 4:
+            return _reordered(tiles, to_canonical=True)
+        return codec.narrow_tiles(_reordered(_widened(tiles), to_canonical=True))
 
     def from_canonical(self, tiles: mx.array) -> Array:
-        return _reordered(tiles, to_canonical=False)
+        if self.kv_bits == 4:
+            return _reordered(tiles, to_canonical=False)
+        return _narrowed(_reordered(codec.widen_tiles(tiles), to_canonical=False))
 
 
 @dataclass(frozen=True)
@@ -453,3 +460,20 @@ def _reordered(tiles: mx.array, to_canonical: bool) -> mx.array:
     v_params = _permuted(v_params, "v", to_canonical)
     parts = [k, k_params, v, v_params] if to_canonical else [k, v, k_params, v_params]
     return mx.concatenate(parts, axis=-1)
+
+
+def _widened(tiles: mx.array) -> mx.array:
+    """Tiles of 3 bits, in Metal's order, with code words as with 4."""
+    dim = tiles.shape[-1] // 8
+    *thirds, parameters = mx.split(tiles, [i * dim for i in range(1, 7)], axis=-1)
+    codes = (mx.stack(codec.widen(words), axis=-1) for words in (thirds[:3], thirds[3:]))
+    return mx.concatenate([*(x.reshape(*x.shape[:2], 4 * dim) for x in codes), parameters], axis=-1)
+
+
+def _narrowed(tiles: mx.array) -> mx.array:
+    """The reverse of `_widened`."""
+    dim = tiles.shape[-1] // 10
+    parts = mx.split(tiles, [4 * dim, 8 * dim], axis=-1)
+    codes = (part.reshape(*part.shape[:2], dim, 4) for part in parts[:2])
+    thirds = (third for x in codes for third in codec.narrow([x[..., i] for i in range(4)]))
+    return mx.concatenate([*thirds, parts[2]], axis=-1)

@@ -14,12 +14,20 @@
 //
 // A nibble is code + 8; a parameter word is two fp16 numbers, scale below mid; value = mid +
 // scale * code. The same tile in canonical order is described in layout.py.
+//
+// With BITS = 3 a nibble is code + 4, and the last word of each of those uint4 is given away to the
+// free top bits of the other three: bit i of its nibbles to word i. Words i of all lanes lie
+// together: word 32 j + lane of the i-th D words of K's 3 D, and of V's, which follow.
 
 #include <metal_simdgroup_matrix>
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int BLOCK = 32;
+constant constexpr float HALF = 1 << (BITS - 1);  // as which the code 0 is stored
+constant constexpr uint TOP_BITS = 0x88888888u;
+
+constexpr int tile_words(int d) { return 2 * (BITS + 1) * d; }
 
 // Where a lane's elements lie in an 8 x 8 matrix (as MLX's matrix multiplication has it).
 inline uint matrix_row(uint lane) { return ((lane >> 1) & 3) | ((lane >> 2) & 4); }
@@ -30,12 +38,22 @@ inline uint lane_of(uint row, uint pair) {
 
 struct Parameters {
   float scale;
-  float zero;  // what the nibble 0 stands for: mid - 8 * scale
+  float zero;  // what the nibble 0 stands for: mid - HALF * scale
 };
 
 inline Parameters unpack(uint word) {
   half2 pair = as_type<half2>(word);
-  return {float(pair.x), float(pair.y) - 8.0f * float(pair.x)};
+  return {float(pair.x), float(pair.y) - HALF * float(pair.x)};
+}
+
+// uint4 number `at` of K's or V's codes, which begin at `words`.
+template <int D>
+uint4 load_codes(const device uint4* words, uint at) {
+  if (BITS == 4) return words[at];
+  const device uint* thirds = (const device uint*)words + at;
+  const uint a = thirds[0], b = thirds[D], c = thirds[2 * D];
+  const uint last = (a & TOP_BITS) >> 3 | (b & TOP_BITS) >> 2 | (c & TOP_BITS) >> 1;
+  return uint4(a & ~TOP_BITS, b & ~TOP_BITS, c & ~TOP_BITS, last);
 }
 
 // Nibbles 2 i and 2 i + 1.

@@ -52,24 +52,31 @@ class Kernels:
         return self.made[name]
 
 
-def metal_backend(make_kernel: Any, dtype: mx.Dtype = mx.float16, cores: int = 8) -> Metal:
-    return Metal(dtype, make_kernel=make_kernel, cores=cores, compile_ahead=False)
+def metal_backend(
+    make_kernel: Any, dtype: mx.Dtype = mx.float16, cores: int = 8, kv_bits: int = 4
+) -> Metal:
+    return Metal(dtype, kv_bits=kv_bits, make_kernel=make_kernel, cores=cores, compile_ahead=False)
 
 
 @functools.cache
-def backend(dtype: mx.Dtype = mx.float16) -> Metal:
-    return metal_backend(Kernels(checked=True), dtype)
+def backend(dtype: mx.Dtype = mx.float16, kv_bits: int = 4) -> Metal:
+    return metal_backend(Kernels(checked=True), dtype, kv_bits=kv_bits)
 
 
-def exact(tiles: Array) -> tuple[Array, Array]:
+def exact(tiles: Array, bits: int = 4) -> tuple[Array, Array]:
     """K and V (heads, tokens, head_dim) in float64 of canonical tiles, as layout.py has them."""
     heads, n, words = tiles.shape
-    dim = words // 10
-    k_codes, k_params, v_codes, v_params = np.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+    dim = words // (2 * bits + 2)
+    ends = [bits * dim, (bits + 1) * dim, (2 * bits + 1) * dim]
+    k_codes, k_params, v_codes, v_params = np.split(tiles, ends, axis=-1)
 
     def codes(x: Array) -> Array:
-        nibbles = x.reshape(heads, n, BLOCK, dim // 8, 1) >> (4 * np.arange(8, dtype=np.uint32))
-        return (nibbles & 15).reshape(heads, n, BLOCK, dim).astype(np.float64) - 8
+        shape = heads, n, dim, bits, 1
+        nibbles = x.reshape(shape) >> (4 * np.arange(8, dtype=np.uint32)) & 15
+        if bits == 3:
+            last = (nibbles >> 3 << np.arange(3, dtype=np.uint32)[:, None]).sum(-2, keepdims=True)
+            nibbles = np.concatenate([nibbles & 7, last], axis=-2)
+        return nibbles.reshape(heads, n, BLOCK, dim).astype(np.float64) - 2 ** (bits - 1)
 
     def parameters(x: Array, *shape: int) -> Array:
         halves = np.ascontiguousarray(x).view(np.float16).astype(np.float64)
@@ -101,6 +108,7 @@ class Problem:
     options: dict[str, Any] = field(default_factory=dict)
     spare: int = 2
     """Blocks of capacity that are not filled."""
+    kv_bits: int = 4
 
     def __post_init__(self) -> None:
         mx.random.seed(self.n_blocks + self.n_tail)
@@ -116,9 +124,12 @@ class Problem:
         # Channels of unlike size, as K has them.
         size = mx.exp(mx.random.normal((dim,)))
         blocks = self.n_blocks * BLOCK
-        self.canonical = mx.full((heads, self.spare, tile_words(dim)), 2**32 - 1, mx.uint32)
+        self.canonical = mx.full(
+            (heads, self.spare, tile_words(dim, self.kv_bits)), 2**32 - 1, mx.uint32
+        )
         if blocks:
-            tiles = codec.seal(random(heads, blocks, dim) * size, random(heads, blocks, dim))
+            k, v = random(heads, blocks, dim) * size, random(heads, blocks, dim)
+            tiles = codec.seal(k, v, self.kv_bits)
             self.canonical = mx.concatenate([tiles, self.canonical], axis=1)
         self.q = random(self.n_heads, self.tokens, dim)
         self.sink_k, self.sink_v = partly(self.n_sink, SINK), partly(self.n_sink, SINK)
@@ -136,7 +147,7 @@ class Problem:
         )  # fmt: skip
 
     def held(self) -> tuple[Array, Array]:
-        sealed = exact(np.array(self.canonical[:, : self.n_blocks]))
+        sealed = exact(np.array(self.canonical[:, : self.n_blocks]), self.kv_bits)
         parts = []
         for sink, middle, tail in zip(
             (self.sink_k, self.sink_v), sealed, (self.tail_k, self.tail_v), strict=True
@@ -178,7 +189,7 @@ class Problem:
         return float(difference.max() / np.abs(expected).max())
 
     def check(self) -> None:
-        assert self.error(backend(self.dtype)) < TOLERANCE[self.dtype]
+        assert self.error(backend(self.dtype, self.kv_bits)) < TOLERANCE[self.dtype]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +208,14 @@ class Problem:
 )
 def test_shapes(dim: int, n_heads: int, n_kv_heads: int, tokens: int) -> None:
     Problem(dim, n_heads, n_kv_heads, n_blocks=9, tokens=tokens).check()
+
+
+@pytest.mark.parametrize(
+    ("dim", "n_heads", "n_kv_heads", "tokens"),
+    [(64, 9, 3, 8), (96, 4, 4, 1), (128, 16, 1, 1), (256, 8, 2, 1), (512, 8, 1, 1)],
+)
+def test_codes_of_3_bits(dim: int, n_heads: int, n_kv_heads: int, tokens: int) -> None:
+    Problem(dim, n_heads, n_kv_heads, n_blocks=9, tokens=tokens, kv_bits=3).check()
 
 
 def test_short_context_is_one_pass() -> None:
@@ -274,9 +293,12 @@ def test_large_scores() -> None:
 
 
 @emulated
-def test_any_order_of_lanes_gives_the_same_bytes() -> None:
-    kernels = metal_backend(Kernels(checked=True, orders=(0, 1, 2, 3)))
-    assert Problem(64, 12, 2, n_blocks=9, tokens=2).error(kernels) < TOLERANCE[mx.float16]
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_any_order_of_lanes_gives_the_same_bytes(kv_bits: int) -> None:
+    kernels = metal_backend(Kernels(checked=True, orders=(0, 1, 2, 3)), kv_bits=kv_bits)
+    problem = Problem(64, 12, 2, n_blocks=9, tokens=2, kv_bits=kv_bits)
+    assert problem.error(kernels) < TOLERANCE[mx.float16]
+    kernels.unseal(kernels.seal(*mx.random.normal((2, 1, 64, 64)).astype(mx.float16)))
 
 
 @emulated
@@ -302,10 +324,11 @@ def test_realistic_size() -> None:
 
 
 @emulated
-def test_every_byte_is_loaded_once() -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_every_byte_is_loaded_once(kv_bits: int) -> None:
     make = Kernels(checked=True)
-    problem = Problem(**LLAMA_70B, spare=0)
-    problem.error(metal_backend(make, cores=32))
+    problem = Problem(**LLAMA_70B, spare=0, kv_bits=kv_bits)
+    problem.error(metal_backend(make, cores=32, kv_bits=kv_bits))
     report = make.made["tqchat_attend_split"].report
     traffic = report.traffic
     tiles = traffic["tiles"]
@@ -404,7 +427,7 @@ def test_split_rule() -> None:
 def test_kernels_may_lie_in_files() -> None:
     """The header that names the files gives the same bytes as the one that holds their text."""
     folder = Path(metal.__file__).parent
-    by_path = metal._include([folder / "tile.metal", folder / "cache.metal"])
+    by_path = "#define BITS 4\n" + metal._include([folder / "tile.metal", folder / "cache.metal"])
     assert metal._header("tile.metal", "cache.metal") != by_path
     k, v = mx.random.normal((2, 1, 64, 64)).astype(mx.float16)
     kernel = EmulatedKernel("test", ["k", "v"], ["tiles"], metal.SEAL, by_path)
@@ -422,10 +445,10 @@ def test_kernels_may_lie_in_files() -> None:
 # Sealing
 
 
-def sealed_as_oracle(k: mx.array, v: mx.array) -> mx.array:
+def sealed_as_oracle(k: mx.array, v: mx.array, kv_bits: int = 4) -> mx.array:
     """Seals with the kernel and holds the result against the oracle, bit by bit."""
-    kernels = backend(k.dtype)
-    expected, tiles = codec.seal(k, v), kernels.seal(k, v)
+    kernels = backend(k.dtype, kv_bits)
+    expected, tiles = codec.seal(k, v, kv_bits), kernels.seal(k, v)
     assert mx.array_equal(kernels.to_canonical(tiles), expected)
     assert mx.array_equal(kernels.from_canonical(expected), tiles)
     result: mx.array = tiles
@@ -433,9 +456,10 @@ def sealed_as_oracle(k: mx.array, v: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
-def test_seal(dim: int) -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_seal(dim: int, kv_bits: int) -> None:
     k, v = mx.random.normal((2, 2, 2 * BLOCK, dim)).astype(mx.float16)
-    sealed_as_oracle(k, v)
+    sealed_as_oracle(k, v, kv_bits)
 
 
 @settings(max_examples=30, deadline=None)
@@ -476,10 +500,12 @@ def test_gather() -> None:
             assert (float64(got) == expected.astype(np.float16)).all()
 
 
-def test_unseal() -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_unseal(kv_bits: int) -> None:
     k, v = mx.random.normal((2, 1, 3 * BLOCK, 96)).astype(mx.float16)
-    expected = exact(np.array(codec.seal(k, v)[:, :2]))
-    for got, values in zip(backend().unseal(backend().seal(k, v)[:, :2]), expected, strict=True):
+    expected = exact(np.array(codec.seal(k, v, kv_bits)[:, :2]), kv_bits)
+    kernels = backend(kv_bits=kv_bits)
+    for got, values in zip(kernels.unseal(kernels.seal(k, v)[:, :2]), expected, strict=True):
         assert (float64(got) == values.astype(np.float16)).all()
 
 
@@ -528,12 +554,14 @@ def test_in_a_cache() -> None:
 @emulated
 @pytest.mark.parametrize("n_heads", [1, 12])
 @pytest.mark.parametrize("logits", [False, True])
-def test_address_spaces(n_heads: int, logits: bool) -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_address_spaces(n_heads: int, logits: bool, kv_bits: int) -> None:
     """With one head, logits and pass 1's statistics are small enough to come in constant memory."""
     make = Kernels(checked=False)
-    kernels = metal_backend(make)
+    kernels = metal_backend(make, kv_bits=kv_bits)
     for n_blocks in (1, 9):
-        Problem(32, n_heads, 1, n_blocks, options={"logits": logits}).error(kernels)
+        problem = Problem(32, n_heads, 1, n_blocks, options={"logits": logits}, kv_bits=kv_bits)
+        problem.error(kernels)
     kernels.unseal(kernels.seal(*mx.zeros((2, 1, BLOCK, 32), mx.float16)))
     assert len(make.made) == 5
     for kernel in make.made.values():
@@ -549,6 +577,7 @@ WINDOW = Problem(**BASE, options={"window": 70, "softcap": 4.0})
 NARROW = Problem(**BASE, options={"window": 20})
 # Later scores exceed earlier ones by far.
 LARGE = Problem(**{**BASE, "n_blocks": 40}, options={"scale": 2.0})
+THREE = Problem(**BASE, kv_bits=3)
 LOGITS = Problem(**BASE, options={"logits": True})
 
 # Kernel, what to replace by what, and a problem that shows it.
@@ -567,8 +596,10 @@ MUTATIONS = {
         "ulong(at.head) * held.n_blocks",
         PLAIN,
     ),
+    "word given to another": (ATTEND, "(b & TOP_BITS) >> 2", "(b & TOP_BITS) >> 3", THREE),
+    "top bits kept": (ATTEND, "c & ~TOP_BITS", "c", THREE),
     "wrong nibble": (ATTEND, "(8 * i + 4)", "(8 * i)", PLAIN),
-    "wrong zero": (ATTEND, "- 8.0f * float(pair.x)", "- 7.0f * float(pair.x)", PLAIN),
+    "wrong zero": (ATTEND, "- HALF * float(pair.x)", "- 7.0f * float(pair.x)", PLAIN),
     "neighbour's scale": (ATTEND, "x.y * q.scale", "x.y * p.scale", PLAIN),
     "zero of a lane": (ATTEND, "row_sum(zero[a])", "4.0f * zero[a]", PLAIN),
     "wrong V parameters": (ATTEND, "8 * j + row]", "8 * j + (row ^ 1)]", PLAIN),
@@ -619,7 +650,7 @@ MUTATIONS = {
 }
 
 
-def mutated(kernel: str, edit: Any, checked: bool) -> Metal:
+def mutated(kernel: str, edit: Any, checked: bool, kv_bits: int = 4) -> Metal:
     """The backend with one kernel's text changed."""
 
     def make(name: str, *parts: Any) -> EmulatedKernel:
@@ -630,7 +661,7 @@ def mutated(kernel: str, edit: Any, checked: bool) -> Metal:
             edit=edit if name.startswith(kernel) else lambda text: text,
         )
 
-    return metal_backend(make)
+    return metal_backend(make, kv_bits=kv_bits)
 
 
 @emulated
@@ -642,7 +673,8 @@ def test_mutations_of_the_arithmetic_are_caught(mutation: str) -> None:
         assert text.count(before) == 1
         return text.replace(before, after)
 
-    assert not problem.error(mutated(kernel, edit, checked=False)) < TOLERANCE[mx.float16]
+    kernels = mutated(kernel, edit, checked=False, kv_bits=problem.kv_bits)
+    assert not problem.error(kernels) < TOLERANCE[mx.float16]
 
 
 @emulated
