@@ -26,7 +26,39 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 8192}
+SMOLLM3 = {"model_type": "smollm3"}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 DAMAGED: list[tuple[dict[str, Any], str]] = [
+    *(({"num_hidden_layers": n}, "num_hidden_layers") for n in (0, 1025, 2**31 - 1, "4")),
+    *(({"rope_scaling": YARN | {key: x}}, key) for key in [*YARN][1:] for x in NO_NUMBERS),
+    *(({"rope_scaling": YARN | {"beta_fast": x}}, "beta_fast") for x in NO_NUMBERS),
+    *(({"rope_scaling": YARN | {"attention_factor": x}}, "attention_factor") for x in NO_NUMBERS),
+    ({"rope_scaling": YARN | {"factor": 1e30}}, "float32's range"),
+    ({"rope_scaling": YARN, "rope_theta": 0.5}, "rope_theta above 1"),
+    *(
+        ({"rope_scaling": LONGROPE | {"long_factor": x}} | LONG, "long_factor")
+        for x in (None, "1", [1.0] * 15, ["1"] * 16, [NAN] * 16, [0.0] * 16, [[1.0]] * 16)
+    ),
+    *(({"partial_rotary_factor": x}, "partial_rotary_factor") for x in (0.05, 1.1, NAN, "1", [1])),
+    *(
+        ({"sliding_window": 64, "layer_types": x}, "layer_types")
+        for x in ("full_attention", [], ["full_attention"] * 2, [{}] * 3, ["linear_attention"] * 3)
+    ),
+    *(({"sliding_window": x}, "sliding_window") for x in ("64", -5, [64], True)),
+    ({"sliding_window": 64, "max_window_layers": "all"}, "max_window_layers"),
+    *((SMOLLM3 | {"no_rope_layers": x}, "no_rope_layers") for x in ([], "1110", [1] * 4, 7)),
+    *((EXPERTS | {"num_experts": x}, "num_experts") for x in (0, None, "8")),
+    (EXPERTS | {"num_experts_per_tok": 9}, "9 of 8 experts"),
+    (EXPERTS | {"mlp_only_layers": "all"}, "mlp_only_layers"),
+    *(({"model_type": "ministral3", "rope_parameters": x}, "llama_4") for x in ({}, {"a": 1})),
     *(({"head_dim": n}, "even numbers from 32 to 512") for n in (1, 8, 30, 81, 514)),
     *(({"model_type": kind}, "model type") for kind in (["llama"], {"a": 1}, None, 3, "bert")),
     *(({"rope_theta": x}, "rope_theta") for x in NO_NUMBERS),
@@ -85,8 +117,11 @@ NUMBERS = st.one_of(
     st.floats(), st.integers(), st.sampled_from(NO_NUMBERS), st.floats(1e-37, 1e37), st.none()
 )
 SCALING = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["linear", "llama3", "default"])},
-    optional=dict.fromkeys(("rope_theta", *[*LLAMA3][1:]), NUMBERS),
+    {"rope_type": st.sampled_from(["linear", "llama3", "yarn", "default"])},
+    optional=dict.fromkeys(
+        ("rope_theta", *[*LLAMA3][1:], "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        NUMBERS,
+    ),
 )
 
 
@@ -104,7 +139,9 @@ def test_periods_and_their_inverses_are_finite_and_positive(
         shape = architecture(values).parse(values)
     except ModelError:
         return
-    periods = np.array(shape.rotation.periods, np.float32)  # type: ignore[attr-defined]
+    rotation = shape.rotation  # type: ignore[attr-defined]
+    assert 0 < np.float32(rotation.factor) < np.inf
+    periods = np.array(rotation.periods, np.float32)
     assert len(periods) == head_dim // 2
     for numbers in (periods, 1 / periods):
         assert np.isfinite(numbers).all()

@@ -8,6 +8,10 @@ from tqchat.models.errors import ModelError
 SMALLEST, LARGEST = 1e-37, 1e37
 
 
+# What a shape lists one by one must not fill the memory.
+_MOST = {"num_hidden_layers": 1024}
+
+
 class Config(dict[str, Any]):
     """The keys of a model's config.json. `name` is the model's, for messages."""
 
@@ -19,8 +23,11 @@ class Config(dict[str, Any]):
         """A positive integer. Raises ModelError."""
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise ModelError(f"{self.name}: config.json needs a positive number {key!r}.")
+        most = _MOST.get(key, 2**31 - 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            raise ModelError(
+                f"{self.name}: config.json needs a positive number {key!r} of at most {most}."
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -73,7 +73,7 @@ def rotation(config: Config, scaling: Config, base: float, head_dim: int) -> Rot
             f"{config.name}: RoPE scaling {kind!r} is not supported ({known} are). Choose another "
             "model."
         )
-    if not all(SMALLEST < period < LARGEST for period in periods):
+    if not all(SMALLEST < x < LARGEST for x in (*periods, factor)) or context >= 2**31:
         raise ModelError(
             f"{config.name}: rope_theta and RoPE's scaling in config.json lead to numbers past "
             "float32's range. Fetch the model again, or choose another."
