@@ -109,6 +109,7 @@ def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:
 def test_the_largest_context_is_the_largest_that_fits(weights: int, gib: int) -> None:
     config = Config("70b", json.loads((CONFIGS / "llama-3.1-70b-4bit.json").read_text()))
     shape = architecture(config).parse(config)
-    longest = plan.largest_context(shape, weights, "int4", 512, gib * GIB)
-    assert plan.need(shape, weights, longest, "int4", 512).total <= gib * GIB
-    assert plan.need(shape, weights, longest + 32, "int4", 512).total > gib * GIB
+    prefill = plan.Prefill(512)
+    longest = plan.largest_context(shape, weights, "int4", prefill, gib * GIB)
+    assert plan.need(shape, weights, longest, "int4", prefill).total <= gib * GIB
+    assert plan.need(shape, weights, longest + 32, "int4", prefill).total > gib * GIB

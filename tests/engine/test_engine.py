@@ -162,14 +162,14 @@ def test_the_next_turn_prefills_only_what_is_new(
 @pytest.mark.parametrize("kv", ["int4", "fp16"])
 def test_stop_during_prefill(folder: Path, started: Callable[..., Engine], kv: str) -> None:
     engine = started(folder, kv=kv)
-    engine.events = once(Prefilling, engine.stop)
+    engine.events = once(Prefilling, engine.stop, after=3)
     engine.generate(said(LONG), GREEDY, 12)
     events = until(engine, Finished, Failed)
     stopped = events[-1]
     assert isinstance(stopped, Finished)
     assert (stopped.reason, stopped.text) == ("stopped", "")
-    # One says where it starts, one that a chunk is done.
-    assert [type(event) for event in events].count(Prefilling) == 2
+    # One says where it starts, two that a chunk is done.
+    assert [type(event) for event in events].count(Prefilling) == 3
     assert 0 < stopped.cache.tokens < len(LONG)
     # What was read counts, and changes nothing about the answer.
     again = ask(engine, LONG)

@@ -11,7 +11,7 @@ from tests.tiny import LLAMA, build_model, llama_weights
 from tqchat.engine.events import Failed, Finished, Memory, ModelInfo, Sampling, Token
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
-from tqchat.kernels import Backend
+from tqchat.kernels import Backend, select
 from tqchat.models.errors import ModelError
 
 GREEDY = Sampling(temperature=0)
@@ -77,6 +77,28 @@ def test_an_edited_message_is_answered_as_in_a_fresh_session() -> None:
     again = run(one, edited)
     assert again.usage.cached_tokens == 200
     assert again.text == run(session(kv="fp16"), edited).text
+
+
+@pytest.mark.parametrize("kv", ["int4", "fp16"])
+@pytest.mark.parametrize("backend", [Backend(mx.float32), select(mx.float16)])
+def test_a_stop_between_two_layers_is_as_if_the_chunk_had_not_begun(
+    backend: Backend, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is left in any layer: what comes later is the same to the last bit."""
+    monkeypatch.setattr(backend, "prefill_chunk", 100)
+    prompt = [i % 127 for i in range(450)]
+    expected = run(session(backend, kv), prompt)
+    # It is asked before each of three layers, and after the chunk.
+    for stop_at in (2, 4, 7, 9):
+        one = session(backend, kv)
+        says = iter([False] * (stop_at - 1) + [True])
+        *_, stopped = one.turn(1, prompt, GREEDY, 20, lambda says=says: next(says))
+        assert isinstance(stopped, Finished)
+        assert stopped.reason == "stopped"
+        assert stopped.cache.tokens == 100 * (stop_at // 4)
+        again = run(one, prompt)
+        assert again.usage.cached_tokens == stopped.cache.tokens
+        assert again.text == expected.text
 
 
 def test_a_prompt_past_the_context_is_refused_with_the_count_and_nothing_is_lost() -> None:

@@ -17,6 +17,8 @@ from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_bytes
 from tqchat.models.kv import KVLayer
 
 GROWTH_TOKENS = 256
+GROWTH_SHARE = 16
+"""A buffer that grows gets room for this part of what it needs more, in steps of GROWTH_TOKENS."""
 
 REWIND_BYTES = 4 << 20
 """Of sealed blocks that a layer keeps past its window."""
@@ -40,6 +42,10 @@ class KVCache(Protocol):
     @property
     def trimmable_to(self) -> int:
         """The fewest tokens that can be kept: what a window has passed is no longer there."""
+        ...
+
+    def checkpoint(self) -> Callable[[], None]:
+        """What puts the cache back to how it is now, if only one chunk is taken in meanwhile."""
         ...
 
     @property
@@ -87,8 +93,8 @@ def _grown(backend: Backend, buffer: Array, capacity: int, dtype: mx.Dtype) -> A
 
 
 def _next_capacity(needed: int, step: int) -> int:
-    """Room for `needed` entries and a sixteenth more, in whole steps."""
-    return -(-(needed + needed // 16) // step) * step
+    """Room for `needed` entries and GROWTH_SHARE's part more, in whole steps."""
+    return -(-(needed + needed // GROWTH_SHARE) // step) * step
 
 
 class Int4Cache:
@@ -259,6 +265,21 @@ class Int4Cache:
                 self._write_tail(0, k[:, : self._n_tail], v[:, : self._n_tail])
         self._backend.evaluate(*self._buffers())
 
+    def checkpoint(self) -> Callable[[], None]:
+        counts = (self._dropped, self._n_sink, self._n_blocks, self._n_tail)
+        tail = self.tail()
+        # Without a window nothing leaves them, and to hold them while they grow takes them twice.
+        tiles = self._tiles if self._window else None
+
+        def go_back() -> None:
+            self._dropped, self._n_sink, self._n_blocks, self._n_tail = counts
+            if tiles is not None:
+                self._tiles = tiles
+            self._write_tail(0, *map(self._backend.load_table, tail))
+            self._backend.evaluate(*self._buffers())
+
+        return go_back
+
     # What is saved, and taken up again: in canonical order, as MLX arrays
 
     @property
@@ -362,8 +383,6 @@ class DenseCache:
     ) -> Callable[[Array, float], Array]:
         """Take in K and V; returns attention on what their queries see."""
         backend, window = self._backend, self._window
-        if window and self._length > self._kept + GROWTH_TOKENS:
-            self._drop(self._length - self._kept)
         first = max(0, self._length - window + 1) if window else 0
         end = self._length + k.shape[1]
         if end > self._k.shape[1]:
@@ -374,6 +393,8 @@ class DenseCache:
         backend.write_tokens(self._v, self._length, v)
         self._length = end
         seen_k, seen_v = self._k[:, first:end], self._v[:, first:end]
+        if window and end > self._kept + GROWTH_TOKENS:
+            self._drop(end - self._kept)
         return lambda q, scale: backend.attend_dense(
             q, seen_k, seen_v, scale, sinks=sinks, window=window
         )
@@ -395,6 +416,17 @@ class DenseCache:
         self._length = min(length, self.offset) - self._dropped
         if self._length < 0:
             self._dropped = self._length = 0
+
+    def checkpoint(self) -> Callable[[], None]:
+        counts = (self._dropped, self._length)
+        buffers = (self._k, self._v) if self._window else None
+
+        def go_back() -> None:
+            self._dropped, self._length = counts
+            if buffers is not None:
+                self._k, self._v = buffers
+
+        return go_back
 
     @property
     def may_run_ahead(self) -> bool:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from tqchat.engine import memory, plan
 from tqchat.engine.cache import DenseCache, Int4Cache, KVCache, make_caches
+from tqchat.engine.chunks import SMALLEST, ChunkSize, Stoppable
 from tqchat.engine.events import (
     CacheUse,
     Event,
@@ -29,7 +30,7 @@ from tqchat.engine.pace import Pace
 from tqchat.engine.sampler import Rules, sample, token_id
 from tqchat.engine.saved import Identity, SavedCache
 from tqchat.engine.step import CompiledStep
-from tqchat.models.errors import ModelError
+from tqchat.models.errors import ModelError, Stopped
 from tqchat.units import bytes_text
 
 STATS_INTERVAL_S = 0.25
@@ -93,6 +94,7 @@ class Session:
         info = loaded.info
         on = f"{loaded.fingerprint} {info.device} {loaded.backend.name} {info.kv}"
         self._pace = Pace(loaded.model.shape, on)
+        self._chunk = ChunkSize(loaded.model.shape, loaded.backend.prefill_chunk)
         self.clear()
 
     def clear(self) -> None:
@@ -168,18 +170,32 @@ class Session:
             tokens=len(self._held),
             context=self._loaded.info.context,
             kv_bytes=sum(cache.nbytes for cache in self._caches),
-            kv_bytes_allocated=sum(cache.nbytes_allocated for cache in self._caches),
+            kv_bytes_allocated=self._allocated,
             kv_bytes_fp16=sum(cache.nbytes_fp16 for cache in self._caches),
         )
 
     def memory(self) -> Memory:
-        allocated = sum(cache.nbytes_allocated for cache in self._caches)
-        return memory.measure(self._loaded.info.weights_bytes, allocated)
+        return memory.measure(self._loaded.info.weights_bytes, self._allocated)
 
     def feed(self, ids: Sequence[int], n_logits: int = 1) -> mx.array:
         """Take `ids` into the cache; returns logits (n_logits, vocab_size) of the last of them."""
         logits = self._loaded.model(ids, self._caches, n_logits)
         mx.eval(logits)
+        self._held.extend(ids)
+        return logits
+
+    def _read(self, ids: Sequence[int], stopped: Callable[[], bool]) -> mx.array | None:
+        """`feed`, but None and as if nothing had been if a stop comes between two layers."""
+        backend = self._loaded.backend
+        go_back = [cache.checkpoint() for cache in self._caches]
+        try:
+            caches = [Stoppable(cache, backend, stopped) for cache in self._caches]
+            logits = self._loaded.model(ids, caches)
+            mx.eval(logits)
+        except Stopped:
+            for put_back in go_back:
+                put_back()
+            return None
         self._held.extend(ids)
         return logits
 
@@ -225,14 +241,12 @@ class Session:
 
         An allocation that fails inside MLX ends the process, so it must not come to that.
         """
-        shape, kv = self._loaded.model.shape, self._loaded.info.kv
-        chunk = self._loaded.backend.prefill_chunk
-        allocated = sum(cache.nbytes_allocated for cache in self._caches)
-        need = plan.need(shape, 0, tokens, kv, chunk).total - allocated
-        free = self.memory().free
+        need, free = self._more_bytes(tokens, SMALLEST), self.memory().free
         if need <= free:
             return None
-        longest = plan.largest_context(shape, 0, kv, chunk, free + allocated)
+        shape, kv = self._loaded.model.shape, self._loaded.info.kv
+        prefill = plan.Prefill.on(self._loaded.backend, SMALLEST)
+        longest = plan.largest_context(shape, 0, kv, prefill, free + self._allocated)
         return (
             f"Reading {tokens:,} tokens takes {bytes_text(need)} more, {bytes_text(free)} is free. "
             f"Shorten it to about {longest:,} tokens, choose a smaller model or close other "
@@ -242,17 +256,26 @@ class Session:
     def _planned(self, number: int, tokens: int) -> Planned:
         """For a prompt of so many tokens in all."""
         held = len(self._held)
-        now, more = self.memory(), self._more_bytes(tokens)
+        now = self.memory()
+        more = self._more_bytes(tokens, self._chunk_size(tokens))
         peak = now.weights + now.kv + now.other + more
         seconds = self._pace.seconds(held, tokens)
         return Planned(number, tokens - held, seconds, peak, now.free - more)
 
-    def _more_bytes(self, tokens: int) -> int:
-        """What reading takes at most, besides what is allocated now."""
+    def _chunk_size(self, tokens: int) -> int:
+        """How many to read at a time of those that lead up to `tokens`."""
+        free = self.memory().free
+        return self._chunk.next(len(self._held), lambda n: self._more_bytes(tokens, n) <= free)
+
+    def _more_bytes(self, tokens: int, chunk: int) -> int:
+        """What it takes at most to hold `tokens`, besides what is allocated now."""
         shape, kv = self._loaded.model.shape, self._loaded.info.kv
-        allocated = sum(cache.nbytes_allocated for cache in self._caches)
-        chunk = self._loaded.backend.prefill_chunk
-        return max(0, plan.need(shape, 0, tokens, kv, chunk).total - allocated)
+        prefill = plan.Prefill.on(self._loaded.backend, chunk)
+        return max(0, plan.need(shape, 0, tokens, kv, prefill).total - self._allocated)
+
+    @property
+    def _allocated(self) -> int:
+        return sum(cache.nbytes_allocated for cache in self._caches)
 
     def _turn(
         self,
@@ -275,7 +298,6 @@ class Session:
         rules = Rules.of(sampling, self._loaded.sampling)
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
-        chunk = self._loaded.backend.prefill_chunk
         if clock.cached_tokens < shared:
             yield Note(
                 f"{shared:,} tokens are read again: the model's sliding-window layers have "
@@ -284,11 +306,17 @@ class Session:
         yield self._planned(number, len(prompt))
         yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
         while True:
-            known = self._pace.known
-            logits = self.feed(prompt[len(self._held) : len(self._held) + chunk])
+            known, held, began = self._pace.known, len(self._held), time.perf_counter()
+            size = self._chunk_size(len(prompt))
+            logits = self._read(prompt[held : held + size], stopped)
+            if logits is None:
+                yield finished("stopped")
+                return
+            now = time.perf_counter()
+            if held + size <= len(prompt):
+                self._chunk.took(held, size, now - began)
             clock.prefilled = len(self._held) - clock.cached_tokens
-            elapsed = time.perf_counter() - clock.started
-            self._pace.measured(clock.cached_tokens, len(self._held), elapsed)
+            self._pace.measured(clock.cached_tokens, len(self._held), now - clock.started)
             if self._pace.known > known and len(self._held) < len(prompt):
                 yield self._planned(number, len(prompt))
             yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)

@@ -1,19 +1,42 @@
 """How much memory a model needs at a context length, before anything is loaded.
 
-Sums of bytes: weights as stored, the KV cache, and the largest transient (one layer's past
-dequantised for prefill, a chunk's activations, one token's logits).
+Sums of bytes: weights as stored, the KV cache with the room it grows into, and the largest
+transient (one layer's past written out for prefill or its cache being copied as it grows, a
+chunk's activations, one token's logits).
 """
 
 from dataclasses import dataclass
 
+from tqchat.engine.cache import GROWTH_SHARE, GROWTH_TOKENS, window_tokens
 from tqchat.engine.events import KVKind
+from tqchat.kernels import Backend
 from tqchat.kernels.layout import BLOCK, SINK, TAIL_MAX, tile_bytes
+from tqchat.models.kv import KVLayer
 from tqchat.models.registry import Shape
 
 
 @dataclass(frozen=True, slots=True)
+class Prefill:
+    """How a prompt is read: `chunk` tokens at a time.
+
+    activation_bytes: of an activation's element; past_bytes: of an element of the one layer's
+    past that is written out for attention, 0 where the codes are read as they lie.
+    """
+
+    chunk: int
+    activation_bytes: int = 2
+    past_bytes: int = 2
+
+    @classmethod
+    def on(cls, backend: Backend, chunk: int | None = None) -> "Prefill":
+        """On this backend, `chunk` tokens at a time or as many as it likes best."""
+        size = chunk or backend.prefill_chunk
+        return cls(size, int(backend.dtype.size), backend.past_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes at one context length."""
+    """Bytes at one context length; `kv` are those of the tokens held."""
 
     context: int
     kv_fp16: int
@@ -24,34 +47,53 @@ class Need:
 
 def kv_bytes(shape: Shape, context: int, kv: KVKind) -> int:
     """Bytes of the cache holding `context` tokens, at its largest (a full tail)."""
-    token = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim
-    if kv == "fp16":
-        return context * token
-    n_blocks = max(0, context - SINK - TAIL_MAX) // BLOCK
-    sealed = shape.n_layers * shape.n_kv_heads * n_blocks * tile_bytes(shape.head_dim)
-    return sealed + (context - BLOCK * n_blocks) * token
+    return sum(_layer_bytes(layer, context, kv) for layer in shape.kv_layers)
 
 
-def need(shape: Shape, weights: int, context: int, kv: KVKind, chunk: int) -> Need:
-    """What `context` tokens take, prefilled `chunk` at a time, activations in 16 bits.
-
-    `weights`: bytes of the weights as stored.
-    """
-    past = 4 * shape.n_kv_heads * shape.head_dim * context if kv == "int4" else 0
-    widest = 2 * (2 * shape.hidden_size + 3 * shape.intermediate_size) * min(chunk, context)
-    transient = past + widest + 4 * shape.vocab_size
-    cache = kv_bytes(shape, context, kv)
-    total = weights + cache + transient
+def need(shape: Shape, weights: int, context: int, kv: KVKind, prefill: Prefill) -> Need:
+    """What `context` tokens take, read as `prefill` says. `weights`: bytes as stored."""
+    layers = [_layer_bytes(layer, context, kv) for layer in shape.kv_layers]
+    cache = sum(layers)
+    past = 0
+    if kv == "int4":
+        past = prefill.past_bytes * max(_elements(x) * _held(x, context) for x in shape.kv_layers)
+    tokens = min(prefill.chunk, context)
+    width = 2 * shape.hidden_size + 3 * shape.intermediate_size
+    activations = prefill.activation_bytes * width * tokens
+    transient = max(past, max(layers)) + activations + 4 * shape.vocab_size
+    total = weights + cache + cache // GROWTH_SHARE + transient
     return Need(context, kv_bytes(shape, context, "fp16"), cache, transient, total)
 
 
-def largest_context(shape: Shape, weights: int, kv: KVKind, chunk: int, memory: int) -> int:
+def largest_context(shape: Shape, weights: int, kv: KVKind, prefill: Prefill, memory: int) -> int:
     """The most tokens that fit in `memory` bytes, trained for or not; 0 if not even one block."""
     low, high = 0, 1 << 26
     while low < high:
         middle = (low + high + 1) // 2
-        if need(shape, weights, middle, kv, chunk).total <= memory:
+        if need(shape, weights, middle, kv, prefill).total <= memory:
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def _layer_bytes(layer: KVLayer, context: int, kv: KVKind) -> int:
+    tokens, token = _held(layer, context), 2 * _elements(layer)
+    if kv == "fp16":
+        return tokens * token
+    n_blocks = max(0, tokens - SINK - TAIL_MAX) // BLOCK
+    sealed = layer.n_kv_heads * n_blocks * tile_bytes(layer.head_dim)
+    return sealed + (tokens - BLOCK * n_blocks) * token
+
+
+def _held(layer: KVLayer, context: int) -> int:
+    """Tokens that a layer's cache holds at most."""
+    if layer.window is None:
+        return context
+    kept = window_tokens(layer.n_kv_heads, layer.head_dim, layer.window)
+    return min(context, kept + GROWTH_TOKENS + TAIL_MAX)
+
+
+def _elements(layer: KVLayer) -> int:
+    """Of a token's K and V."""
+    return 2 * layer.n_kv_heads * layer.head_dim
