@@ -96,6 +96,18 @@ FAMILIES = {
         ["<|endoftext|>", "<|assistant|>", "<|system|>", "<|user|>", "<|end|>"], "<|endoftext|>",
         "<|endoftext|>", "<|end|>", True,
     ),
+    "harmony": Family(
+        "harmony",
+        ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>",
+         "<|start|>", "<|end|>", "<|message|>", "<|call|>"],
+        "<|startoftext|>", "<|return|>", "<|return|>", True,
+    ),
+    "gemma4": Family(
+        "gemma4",
+        ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|think|>", "<|channel>",
+         "<channel|>"],
+        "<bos>", "<eos>", "<turn|>", False, ("\n\n", "\n\n\n", "▁▁", "▁▁▁"),
+    ),
     "phi": Family(
         "phi", ["<unk>", "<s>", "<|endoftext|>", "<|assistant|>", "<|system|>", "<|user|>",
                 "<|end|>"],

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
 from tqchat.chat.files import read_json, read_text
+from tqchat.chat.marks import Marks, without_thought
 from tqchat.chat.renderer import RENDERER
 from tqchat.chat.sealed import seal
 
@@ -29,6 +30,8 @@ class PromptTokenizer(Protocol):
 
     @property
     def alphabet(self) -> str: ...
+    @property
+    def marks(self) -> Marks | None: ...
 
     def encode(self, text: str) -> list[int]: ...
     def encode_prompt(self, sealed: str) -> list[int]: ...
@@ -136,9 +139,16 @@ class ChatTemplate:
         ordinary text. An answer that comes last is begun and not ended: the model goes on with it.
         Raises ChatError, as `render` does.
         """
+        marks = tokenizer.marks
         if add_generation_prompt and messages and messages[-1].role == "assistant":
-            before = self.prompt_ids(tokenizer, messages[:-1], **switches)
-            return before + tokenizer.encode(messages[-1].content)
+            before, answer = messages[:-1], messages[-1].content
+            begun = marks.begun(answer, tokenizer.encode) if marks else tokenizer.encode(answer)
+            return self.prompt_ids(tokenizer, before, **switches) + begun
+        if marks:
+            messages = [
+                replace(m, content=without_thought(m.content)) if m.role == "assistant" else m
+                for m in messages
+            ]
         return tokenizer.encode_prompt(
             self.render_sealed(messages, tokenizer.alphabet, add_generation_prompt, **switches)
         )

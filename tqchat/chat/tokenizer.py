@@ -20,6 +20,7 @@ from tqchat.chat.detokenizer import Detokenizer, Spelling
 from tqchat.chat.errors import ChatError
 from tqchat.chat.files import read_json
 from tqchat.chat.gguf_vocabulary import Json, tokenizer_json
+from tqchat.chat.marks import END_OF_THOUGHT, THINK, Marks, TokenStream, Told
 from tqchat.chat.sealed import alphabet_of, unseal, well_formed
 from tqchat.chat.template import ChatTemplate, token_text
 
@@ -45,6 +46,8 @@ class Tokenizer:
 
     special_tokens: Mapping[str, int]
     """The control tokens as they are spelled, with their ids."""
+    marks: Marks | None
+    """Of what the model thinks, where they are special tokens."""
     alphabet: str
     """The characters that set control tokens apart from text (sealed.py says how)."""
     vocab_size: int
@@ -88,13 +91,16 @@ class Tokenizer:
         named = self._template.source + respelled.replace(_SECRET, "")
         self.fingerprint = hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()
         self.special_tokens = MappingProxyType({content: ids[content] for content in control})
+        self.marks = Marks.of(self.special_tokens)
         self.alphabet = alphabet_of(control)
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self._secret = secret
         longest_first = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._bytes = {
-            ids[content]: b"" if token.get("special") else self._spelling.bytes_of_added(content)
+            ids[content]: b""
+            if token.get("special") and content not in (THINK, END_OF_THOUGHT)
+            else self._spelling.bytes_of_added(content)
             for content, token in added.items()
         }
 
@@ -163,8 +169,10 @@ class Tokenizer:
         stream = self.stream()
         return "".join([*map(stream.add, ids), stream.finish()])
 
-    def stream(self) -> Detokenizer:
-        return Detokenizer(self._bytes_of, self._spelling.strip_first_space)
+    def stream(self) -> TokenStream:
+        """A new text; what a model thinks is in it, between <think> and </think>."""
+        stream = Detokenizer(self._bytes_of, self._spelling.strip_first_space)
+        return stream if self.marks is None else Told(stream, self.marks)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -174,7 +182,8 @@ class Tokenizer:
         and what the chat template puts after an answer. Raises ChatError as the template does.
         """
         end_of_turn = self._template.end_of_turn(self._control)
-        return self._eos | ({self.special_tokens[end_of_turn]} if end_of_turn else set())
+        stops = self._eos | ({self.special_tokens[end_of_turn]} if end_of_turn else set())
+        return stops - self.marks.within_an_answer if self.marks else stops
 
     def _id(self, token: str | int) -> int | None:
         if isinstance(token, str):
