@@ -1,0 +1,60 @@
+"""Models that think: the switch reaches the prompt, and a document is read once all the same."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.folders import write_tiny
+from tqchat.chat.conversation import Message
+from tqchat.engine.engine import Engine
+from tqchat.engine.events import EngineOptions, Failed, Finished, Sampling, Usage
+
+QWEN3 = Path(__file__).parent.parent / "chat" / "data" / "qwen3.jinja"
+DOCUMENT = "Sixteen letters." * 40
+NO_THOUGHT = len("<think>\n\n</think>\n\n")  # The tiny model's tokens are bytes.
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = write_tiny(tmp_path_factory.mktemp("models") / "qwen3", QWEN3.read_text())
+    engine = Engine(EngineOptions(context=2000))
+    engine.start()
+    engine.load(str(folder))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def ask(engine: Engine) -> Callable[[list[Message], bool | None], Usage]:
+    def asked(messages: list[Message], think: bool | None) -> Usage:
+        engine.generate(messages, Sampling(temperature=0, think=think), 5)
+        while not isinstance(event := engine.wait(60), Finished):
+            assert event is not None
+            assert not isinstance(event, Failed), event.message
+        return event.usage
+
+    return asked
+
+
+@pytest.mark.parametrize("think", [None, True, False])
+def test_a_document_is_read_once_though_thoughts_are_dropped(
+    engine: Engine, ask: Callable[[list[Message], bool | None], Usage], think: bool | None
+) -> None:
+    engine.clear()
+    question = Message("user", DOCUMENT)
+    first = ask([question], think)
+    prompt = first.prompt_tokens - (NO_THOUGHT if think is False else 0)
+    thought = Message("assistant", "<think>\nIt says sixteen.\n</think>\n\nSixteen.")
+    second = ask([question, thought, Message("user", "Sure?")], think)
+    assert second.cached_tokens >= prompt > len(DOCUMENT)
+    again = ask([question], think)
+    assert again.prompt_tokens == first.prompt_tokens
+
+
+def test_the_switch_reaches_the_prompt(
+    ask: Callable[[list[Message], bool | None], Usage],
+) -> None:
+    tokens = {think: ask([Message("user", "Hi")], think).prompt_tokens for think in (None, True)}
+    assert tokens[None] == tokens[True]
+    assert ask([Message("user", "Hi")], False).prompt_tokens == tokens[None] + NO_THOUGHT
