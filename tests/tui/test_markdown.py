@@ -11,7 +11,7 @@ from textual.content import Content
 from tqchat.tui.chunks import Splitter
 from tqchat.tui.entries import Answer
 from tqchat.tui.markdown import Table, render
-from tqchat.tui.rows import Row, rows_of
+from tqchat.tui.rows import Code, Row, rows_of
 from tqchat.tui.text import clean
 
 LINES = st.sampled_from(
@@ -173,3 +173,28 @@ def test_an_endless_list_streams_at_a_bounded_cost() -> None:
     for number in range(1000):
         splitter.feed(f"- item {number}\n")
         assert sum(len(chunk.text) for chunk in splitter.open()) < 40
+
+
+FORMULAS = [
+    r"the sum \(a_1 * b_2 * c_3\) is \[x\] and $E = m c^2$, $$\frac{a}{b}$$",
+    "\\[\n- a_1 \\\\\n= b_2\n\\]",
+    "$$\n\\begin{aligned}\nx &= 1 \\\\\n---\n\\end{aligned}\n$$",
+]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_formulas_stay_as_they_are_written(text: str) -> None:
+    assert plain(text, 200) == text.split("\n")
+    assert plain(f"Before\n{text}\n\n*after*", 200)[-1] == "after"
+
+
+def test_dollars_are_not_all_formulas() -> None:
+    assert plain("It costs $5 or *more* than $6.") == ["It costs $5 or more than $6."]
+    assert plain("$$\nnever closed\n\n- an item") == ["$$", "never closed", "", "\u2022 an item"]
+
+
+def test_a_block_of_code_can_be_copied() -> None:
+    rows = rows_of(render("- see\n\n  ```py\n  x = 1\n\n  y\n  ```"), 30)
+    (label,) = [row for row in rows if row.target is not None]
+    assert label.target == Code("py", "x = 1\n\ny")
+    assert label.tail.plain == "copy  "

@@ -12,13 +12,15 @@ from typing import Literal
 
 from tqchat.tui.parser import parser
 
-Kind = Literal["text", "item", "fence", "table"]
+Kind = Literal["text", "item", "fence", "table", "math", "thought"]
 
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`]*$)|~{3,})")
 _ITEM = re.compile(r"( {0,3})([-+*]|(\d{1,9})[.)])( {1,4}(?=\S)|(?=\s|$))")
 _RULE = re.compile(r" {0,3}([-_*])[ \t]*(?:\1[ \t]*){2,}$")
 # Markers that could still become anything: shown once it is clear what they are.
 _UNDECIDED = re.compile(r"\s*(?:[-=+*_#>]{1,3}|\d{1,3}[.)]?|`{1,2}|~{1,2})\s*")
+# A formula that begins here and does not end on the same line.
+_MATH = re.compile(r" {0,3}(?:(\\\[)|(\$\$))(?!.*(?(1)\\\]|\$\$)\s*$)")
 _QUOTE = re.compile(r" {0,3}>")
 _HEADING = re.compile(r" {0,3}#{1,6}(\s|$)")
 _ENDING = re.compile(rf" {{0,3}}(?:=+|-+)\s*$|{_RULE.pattern}|{_HEADING.pattern}")
@@ -36,7 +38,7 @@ class Chunk:
 
 
 def _starts_block(line: str) -> bool:
-    return any(start.match(line) for start in (_FENCE, _HEADING, _RULE, _QUOTE))
+    return any(start.match(line) for start in (_FENCE, _HEADING, _RULE, _QUOTE, _MATH))
 
 
 class Splitter:
@@ -48,6 +50,7 @@ class Splitter:
         self._number: int | None = None
         self._blank = False  # a blank line was just seen
         self._fence = ""  # the marker that opened the fence we are in
+        self._math = ""  # what ends the formula we are in
         self._indent = 0  # columns an item's content is indented by
         self._marker = ""  # the last item's bullet, or the delimiter after its number
         self._lazy = False  # the last line goes on with a paragraph it is not marked to be in
@@ -97,7 +100,13 @@ class Splitter:
             if self._ends_fence(line):
                 self._close()
                 self._fence = ""
+        elif self._math and line.strip():
+            self._lines.append(line)
+            if line.rstrip().endswith(self._math):
+                self._close()
+                self._math = ""
         elif not line.strip():
+            self._math = ""
             if self._lines:
                 self._lines.append(line)
                 self._blank = True
@@ -131,7 +140,7 @@ class Splitter:
                 return False
             self._lazy = self._lazy or self._is_lazy(line)
             return self._lazy
-        if self._is_complete():
+        if self._kind == "math" or self._is_complete():
             return False
         if self._blank:
             # Indented code goes on over blank lines.
@@ -170,6 +179,9 @@ class Splitter:
         if fence := _FENCE.match(line):
             self._kind = "fence"
             self._fence = fence.group(2)
+        elif math := _MATH.match(line):
+            self._kind = "math"
+            self._math = "\\]" if math.group(1) else "$$"
         elif (item := _ITEM.match(line)) and not _RULE.match(line):
             self._kind = "item"
             self._marker = item.group(2)[-1]

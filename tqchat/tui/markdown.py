@@ -9,7 +9,7 @@ from textual.content import Content, Span
 
 from tqchat.tui.chunks import Chunk, Splitter
 from tqchat.tui.parser import parser
-from tqchat.tui.rows import EMPTY, Block, Line, Row, Rule, lines, rows_of
+from tqchat.tui.rows import EMPTY, Block, Code, Label, Line, Row, Rule, lines, rows_of
 from tqchat.tui.text import clean, clean_line
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def render(text: str) -> list[Block]:
 
 def render_chunk(chunk: Chunk) -> list[Block]:
     blocks: list[Block] = [Line(EMPTY)] if chunk.gap else []
-    if chunk.kind != "fence" and len(chunk.text) > _LONGEST_PARSED:
+    if chunk.kind == "math" or (chunk.kind != "fence" and len(chunk.text) > _LONGEST_PARSED):
         return [*blocks, *lines(chunk.text)]
     from markdown_it.tree import SyntaxTreeNode
 
@@ -43,10 +43,8 @@ def render_chunk(chunk: Chunk) -> list[Block]:
     return blocks + _Renderer(chunk.number).blocks(tree.children, _Margin())
 
 
-def code_label(language: str) -> Line:
-    return Line(
-        Content.styled(language, f"$text-muted {CODE_FILL}"), CODE_MARGIN, CODE_MARGIN, CODE_FILL
-    )
+def code_label(code: Code, margin: Content = EMPTY) -> Label:
+    return Label(code, margin + CODE_MARGIN, CODE_FILL)
 
 
 def code_line(text: Content, margin: Content = EMPTY) -> Line:
@@ -182,9 +180,8 @@ def _code(node: "SyntaxTreeNode", margin: _Margin) -> list[Block]:
     code = clean(node.content).rstrip("\n")
     margin_text = margin.take()
     made: list[Block] = []
-    if language:
-        label = code_label(language)
-        made.append(Line(label.body, margin_text + label.first, margin_text, CODE_FILL))
+    if node.type == "fence":
+        made.append(code_label(Code(language, code), margin_text))
         margin_text = margin.rest
     for line in highlight(code, language).split("\n", allow_blank=True):
         made.append(code_line(line, margin_text))

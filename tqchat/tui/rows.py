@@ -16,14 +16,25 @@ EMPTY = Content("")
 
 
 @dataclass(frozen=True, slots=True)
+class Code:
+    """A block of code, as it is copied."""
+
+    language: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """`joint` stood between this row and the one before it; `skip` leading characters are drawn
-    but not part of the text; `fill` is the style of the row's unused right side."""
+    but not part of the text; `fill` is the style of the row's unused right side, at whose end
+    `tail` stands, no part of the text either. `target` is what a click on the row is meant for."""
 
     content: Content
     joint: str = "\n"
     skip: int = 0
     fill: str = ""
+    tail: Content = EMPTY
+    target: object = None
 
 
 class Block(Protocol):
@@ -57,6 +68,22 @@ class Line:
             rows.append(Row(margin + content if margin else content, joint, len(margin), self.fill))
             joint = text[end:]
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The line over a block of code: its language, and at the right what a click does."""
+
+    code: Code
+    margin: Content
+    fill: str
+
+    def rows(self, width: int) -> list[Row]:
+        tail = Content.styled("copy  ", f"$text-muted {self.fill}")
+        room = max(width - self.margin.cell_length - tail.cell_length - 1, 0)
+        language = Content(self.code.language).truncate(room, ellipsis=True)
+        content = self.margin + language.stylize(f"$text-muted {self.fill}")
+        return [Row(content, "\n", len(self.margin), self.fill, tail, self.code)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tqchat.tui.text import clean_line
 _TIPS = (
     ("Enter", "sends, Ctrl-J starts a new line, Esc stops an answer"),
     ("/", "lists the commands, Ctrl-P searches them"),
-    ("Paste", "as long a text as you like and ask about it"),
+    ("Paste", "a text, up to the model's context, and ask about it"),
     ("/quit", "leaves, as does Ctrl-D"),
 )
 _LARGER = "tqchat mlx-community/Llama-3.2-3B-Instruct-4bit"

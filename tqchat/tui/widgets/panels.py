@@ -1,4 +1,7 @@
-"""The live figures: four small panels at the side, or two lines when there is no room for them."""
+"""The live figures: four small panels at the side, or two lines when there is no room for them.
+
+A panel has a fixed size and draws what has changed, so that new figures cost no layout.
+"""
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -7,43 +10,67 @@ from textual.widgets import Static
 
 from tqchat.engine.events import Memory
 from tqchat.tui.figures import bar, rate_text, seconds_text, sparkline, stacked_bar
+from tqchat.tui.rows import EMPTY
 from tqchat.tui.state import Figures
 from tqchat.units import bytes_text
 
-WIDTH = 28
-_TIGHT = 0.10
-_FULL = 0.90
+_NARROWEST = 28
+# Shares of what there is from which on a colour warns.
+_TIGHT, _FULL = 0.80, 0.90
 _SPARK = "$primary 70%"
 
 
-def _pair(name: str, value: str, width: int = WIDTH, style: str = "$text") -> Content:
-    """A name at the left, its value at the right."""
-    return Content.assemble((name, "$text-muted"), (value.rjust(width - len(name)), style))
-
-
-def _big(value: str, unit: str, note: str = "") -> Content:
-    room = WIDTH - len(value) - len(unit) - 1
-    return Content.assemble(
-        (value, "bold $text"), (f" {unit}", "$text-muted"), (note.rjust(room), "$text-muted")
-    )
+def _warning(share: float, calm: str) -> str:
+    return "$error" if share > _FULL else "$warning" if share > _TIGHT else calm
 
 
 class Panel(Static):
-    """A panel of fixed size: drawing it again never moves anything."""
+    """A click folds it to its heading and opens it again."""
 
     def __init__(self, title: str) -> None:
         super().__init__(markup=False)
         self._title = title
+        self._figures = Figures()
+        self._shown = EMPTY
+
+    @property
+    def columns(self) -> int:
+        return max(self.size.width, _NARROWEST)
 
     def draw(self, figures: Figures) -> None:
+        self._figures = figures
+        folded = self.has_class("-folded")
         title = Content.styled(self._heading(figures), "bold $text-muted")
-        self.update(Content("\n").join([title, *self._lines(figures)]), layout=False)
+        if folded:
+            title += Content.styled(" …", "$text-muted")
+        shown = Content("\n").join([title, *([] if folded else self._lines(figures))])
+        if not shown.is_same(self._shown):
+            self._shown = shown
+            self.update(shown, layout=False)
+
+    def on_click(self) -> None:
+        self.toggle_class("-folded")
+        self.draw(self._figures)
+
+    def on_resize(self) -> None:
+        self.draw(self._figures)
 
     def _heading(self, figures: Figures) -> str:
         return self._title
 
     def _lines(self, figures: Figures) -> list[Content]:
         raise NotImplementedError
+
+    def _pair(self, name: str, value: str, style: str = "$text") -> Content:
+        """A name at the left, its value at the right."""
+        room = self.columns - len(name)
+        return Content.assemble((name, "$text-muted"), (value.rjust(room), style))
+
+    def _big(self, value: str, unit: str, note: str = "") -> Content:
+        room = self.columns - len(value) - len(unit) - 1
+        return Content.assemble(
+            (value, "bold $text"), (f" {unit}", "$text-muted"), (note.rjust(room), "$text-muted")
+        )
 
 
 class SpeedPanel(Panel):
@@ -52,10 +79,10 @@ class SpeedPanel(Panel):
         first = seconds_text(usage.ttft_s) if usage.ttft_s else "-"
         reading = f"{rate_text(usage.prefill_tps)} tok/s" if usage.prefill_tps else "-"
         return [
-            _big(rate_text(usage.decode_tps), "tok/s"),
-            sparkline(figures.speeds, WIDTH, _SPARK),
-            _pair("first token", first),
-            _pair("reading", reading),
+            self._big(rate_text(usage.decode_tps), "tok/s"),
+            sparkline(figures.speeds, self.columns, _SPARK),
+            self._pair("first token", first),
+            self._pair("reading", reading),
         ]
 
 
@@ -66,14 +93,14 @@ class CachePanel(Panel):
     def _lines(self, figures: Figures) -> list[Content]:
         cache = figures.cache
         if cache is None or not cache.kv_bytes_fp16:
-            return [_big("-", ""), bar(0, WIDTH), _pair("in fp16", "-")]
+            return [self._big("-", ""), bar(0, self.columns), self._pair("in fp16", "-")]
         share = cache.kv_bytes / cache.kv_bytes_fp16
         smaller = f"{1 / share:.1f}x smaller" if share < 0.95 and cache.kv_bytes else ""
         value, unit = bytes_text(cache.kv_bytes).split(" ")
         return [
-            _big(value, unit, smaller),
-            bar(share, WIDTH, "$memory-kv"),
-            _pair("in fp16", bytes_text(cache.kv_bytes_fp16)),
+            self._big(value, unit, smaller),
+            bar(share, self.columns, "$memory-kv"),
+            self._pair("in fp16", bytes_text(cache.kv_bytes_fp16)),
         ]
 
 
@@ -81,13 +108,12 @@ class ContextPanel(Panel):
     def _lines(self, figures: Figures) -> list[Content]:
         cache = figures.cache
         if cache is None or not cache.context:
-            return [_big("-", ""), bar(0, WIDTH)]
+            return [self._big("-", ""), bar(0, self.columns)]
         share = cache.tokens / cache.context
-        style = "$error" if share > _FULL else "$primary"
         value = f"{cache.tokens:,}"
         return [
-            _big(value, f"of {cache.context:,}", f"{share:.0%}"),
-            bar(share, WIDTH, style),
+            self._big(value, f"of {cache.context:,}", f"{share:.0%}"),
+            bar(share, self.columns, _warning(share, "$primary")),
         ]
 
 
@@ -95,17 +121,17 @@ class MemoryPanel(Panel):
     def _lines(self, figures: Figures) -> list[Content]:
         memory = figures.memory
         if memory is None or not memory.limit:
-            return [_big("-", ""), bar(0, WIDTH)]
+            return [self._big("-", ""), bar(0, self.columns)]
         value, unit = bytes_text(memory.free).split(" ")
         lines = [
-            _big(value, f"{unit} free", f"of {bytes_text(memory.limit)}"),
-            _memory_bar(memory, WIDTH),
+            self._big(value, f"{unit} free", f"of {bytes_text(memory.limit)}"),
+            _memory_bar(memory, self.columns),
         ]
         for name, size, style in _memory_parts(memory):
             figure = bytes_text(size)
             lines.append(
                 Content.assemble(("■ ", style), (name, "$text-muted"))
-                + Content(figure.rjust(WIDTH - 2 - len(name)))
+                + Content(figure.rjust(self.columns - 2 - len(name)))
             )
         return lines
 
@@ -126,12 +152,15 @@ def _memory_bar(memory: Memory | None, width: int) -> Content:
     if memory is None or not memory.limit:
         return bar(0, width)
     shares = [(size / memory.limit, style) for _, size, style in _memory_parts(memory)]
-    tight = memory.free / memory.limit < _TIGHT
-    return stacked_bar(shares, width, "$error" if tight else "$track")
+    return stacked_bar(shares, width, _warning(1 - memory.free / memory.limit, "$track"))
 
 
 class SidePanel(Vertical):
-    """All four, for a screen that is wide enough."""
+    """All four, for a screen that is wide enough. Hidden, it is not drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._figures = Figures()
 
     def compose(self) -> ComposeResult:
         yield SpeedPanel("Speed")
@@ -140,17 +169,30 @@ class SidePanel(Vertical):
         yield MemoryPanel("Memory")
 
     def draw(self, figures: Figures) -> None:
-        for panel in self.query(Panel):
-            panel.draw(figures)
+        self._figures = figures
+        if self.display:
+            self.on_show()
+
+    def on_show(self) -> None:
+        for panel in self.query_children(Panel):
+            panel.draw(self._figures)
 
 
 class CompactStatus(Static):
-    """The same in two lines."""
+    """The same in two lines, for a screen that is not."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
+        self._figures = Figures()
+        self._shown = EMPTY
 
     def draw(self, figures: Figures) -> None:
+        self._figures = figures
+        if self.display:
+            self.on_show()
+
+    def on_show(self) -> None:
+        figures = self._figures
         usage, cache, memory = figures.usage, figures.cache, figures.memory
         first = seconds_text(usage.ttft_s) if usage.ttft_s else "-"
         above: list[Content | str | tuple[str, str]] = [
@@ -170,7 +212,7 @@ class CompactStatus(Static):
             share = cache.tokens / cache.context if cache.context else 0.0
             below += [
                 ("context ", "$text-muted"),
-                bar(share, 12, "$error" if share > _FULL else "$primary"),
+                bar(share, 12, _warning(share, "$primary")),
                 f" {cache.tokens:,}",
                 (f" of {cache.context:,}", "$text-muted"),
             ]
@@ -181,6 +223,7 @@ class CompactStatus(Static):
                 f" {bytes_text(memory.free)}",
                 (" free", "$text-muted"),
             ]
-        self.update(
-            Content("\n").join([Content.assemble(*above), Content.assemble(*below)]), layout=False
-        )
+        shown = Content("\n").join([Content.assemble(*above), Content.assemble(*below)])
+        if not shown.is_same(self._shown):
+            self._shown = shown
+            self.update(shown, layout=False)
