@@ -81,18 +81,18 @@ def unpack_parameters(words: mx.array) -> tuple[mx.array, mx.array]:
     return low.astype(mx.float32), high.astype(mx.float32)
 
 
-def narrow(words: Sequence[Any]) -> tuple[Any, Any, Any]:
+def narrow(words: Sequence[Any]) -> list[Any]:
     """Four arrays of words whose nibbles are codes of 3 bits as three; see `layout`."""
     a, b, c, last = words
     low, middle, high = last << 3, last << 2, last << 1
-    return a | low & TOP_BITS, b | middle & TOP_BITS, c | high & TOP_BITS
+    return [a | low & TOP_BITS, b | middle & TOP_BITS, c | high & TOP_BITS]
 
 
-def widen(words: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+def widen(words: Sequence[Any]) -> list[Any]:
     """The reverse of `narrow`."""
     a, b, c = words
     last = (a & TOP_BITS) >> 3 | (b & TOP_BITS) >> 2 | (c & TOP_BITS) >> 1
-    return a & LOW_BITS, b & LOW_BITS, c & LOW_BITS, last
+    return [a & LOW_BITS, b & LOW_BITS, c & LOW_BITS, last]
 
 
 def narrow_words(words: mx.array) -> mx.array:

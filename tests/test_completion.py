@@ -37,7 +37,7 @@ def fish(line: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("tqchat --kv ", ["fp16", "int4"]),
+        ("tqchat --kv ", ["fp16", "int3", "int4"]),
         ("tqchat smollm2 --te", ["--temperature"]),
         ("tqchat config ", ["edit", "path", "show"]),
         ("tqchat completion b", ["bash"]),

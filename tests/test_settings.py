@@ -122,7 +122,7 @@ def test_edit_makes_the_file_and_checks_it(
     monkeypatch.setenv("VISUAL", str(editor))
     assert config.main("edit") == 2
     lines = settings.template().count("\n")
-    assert f"line {lines + 1}: kv: 4 is none of int4, fp16" in capsys.readouterr().err
+    assert f"line {lines + 1}: kv: 4 is none of int4, int3, fp16" in capsys.readouterr().err
     monkeypatch.setenv("VISUAL", "no-such-editor")
     assert config.main("edit") == 2
     assert "$EDITOR" in capsys.readouterr().err

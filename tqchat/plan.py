@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     what = "a folder with config.json, a .gguf file, or a Hugging Face id"
     made.add_argument("model", metavar="MODEL", help=what)
     made.add_argument("--memory", type=_size, metavar="SIZE", help="plan for a Mac, e.g. 64GB")
-    made.add_argument("--kv", choices=("int4", "fp16"), default="int4")
+    made.add_argument("--kv", choices=("int4", "int3", "fp16"), default="int4")
     made.add_argument("--json", action="store_true")
     return made
 

@@ -145,8 +145,8 @@ class Settings:
     system: str | None = _setting(None, Text(), "the system prompt")
     max_tokens: int | None = _setting(None, _POSITIVE, "most tokens of one answer")
     theme: str | None = _setting(None, Text("NAME"), "the colours of the screen")
-    kv: Literal["int4", "fp16"] = _setting(
-        "int4", Choice(("int4", "fp16")), "how the KV cache is stored (int4)", "machine"
+    kv: Literal["int4", "int3", "fp16"] = _setting(
+        "int4", Choice(("int4", "int3", "fp16")), "how the KV cache is stored (int4)", "machine"
     )
     context: int | None = _setting(
         None, _POSITIVE, "most tokens a conversation may take", "machine"

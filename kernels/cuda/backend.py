@@ -208,6 +208,29 @@ class CUDA(Backend):
         return _attend(q, new, view, scale, softcap, sinks, window)
 
 
+class PlainCacheCUDA(CUDA):
+    """CUDA's products with MLX's own operations on the cache: its kernels have codes of 4 bits."""
+
+    name = "CUDA kernels, plain cache"
+    note = (
+        "A cache with codes of 3 bits has no CUDA kernel: every token writes the past out in 16 "
+        "bits, layer by layer, which is slow. int4 and fp16 are fast."
+    )
+    compiles_steps = False
+
+    def __init__(self, dtype: mx.Dtype = mx.float16, kv_bits: int = 3) -> None:
+        super().__init__(dtype)
+        self.kv_bits = kv_bits
+
+    seal = Backend.seal
+    unseal = Backend.unseal
+    gather = Backend.gather
+    _held = Backend._held
+    to_canonical = Backend.to_canonical
+    from_canonical = Backend.from_canonical
+    attend = Backend.attend
+
+
 # The order of tiles
 
 

@@ -61,7 +61,7 @@ def session(
     letters = Letters()
     letters.fingerprint = tokenizer  # type: ignore[attr-defined]
     backend = {"float32": Backend(mx.float32), "bfloat16": Backend(mx.bfloat16)}.get(name)
-    backend = backend or select(mx.float16)
+    backend = backend or select(mx.float16, kv_bits=3 if kv == "int3" else 4)
     return Session(LoadedModel(MODELS[name], backend, letters, None, info, model))  # type: ignore[arg-type]
 
 
@@ -114,6 +114,20 @@ def saved_session(folder: Path, n: int = 700, **options: str) -> Session:
     run(one, numbers(n))
     assert save(one) == ""
     return one
+
+
+def test_codes_of_3_bits_are_taken_up_by_a_cache_of_3_bits_alone(folder: Path) -> None:
+    one = saved_session(folder, kv="int3")
+    other = session(kv="int3")
+    assert take_up(other, folder) == ""
+    assert other._held == one._held
+    for ours, theirs in zip(other._caches, one._caches, strict=True):
+        tiles = ours.blocks(0, ours.n_blocks)  # type: ignore[attr-defined]
+        assert tiles.shape[-1] == 8 * HEAD_DIM
+        assert mx.array_equal(tiles, theirs.blocks(0, theirs.n_blocks))  # type: ignore[attr-defined]
+    refused = session()
+    assert "another kind" in take_up(refused, folder)
+    assert refused._held == []
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -303,13 +317,15 @@ def test_what_belongs_to_another_model_is_not_taken_up(
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["VERSION", "LAYOUT"])
+@pytest.mark.parametrize(
+    ("name", "other"), [("VERSION", "another version"), ("LAYOUT", "another kind")]
+)
 def test_other_versions_are_not_taken_up(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, name: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_session(folder)
     monkeypatch.setattr(saved, name, "other")
-    assert "another version" in take_up(session(), folder)
+    assert other in take_up(session(), folder)
 
 
 def test_fp16_is_not_saved_and_says_so(folder: Path) -> None:

@@ -116,7 +116,8 @@ class Int4Cache:
         self._sink_v = backend.zeros((n_kv_heads, SINK, head_dim), dtype)
         self._tail_k = backend.zeros((n_kv_heads, TAIL_CAPACITY, head_dim), dtype)
         self._tail_v = backend.zeros((n_kv_heads, TAIL_CAPACITY, head_dim), dtype)
-        self._tiles = backend.zeros((n_kv_heads, 0, tile_words(head_dim)), mx.uint32)
+        self._tile_words = tile_words(head_dim, backend.kv_bits)
+        self._tiles = backend.zeros((n_kv_heads, 0, self._tile_words), mx.uint32)
         # Tokens left out at the front, then those held.
         self._dropped = self._n_sink = self._n_blocks = self._n_tail = 0
 
@@ -232,7 +233,7 @@ class Int4Cache:
         left = self._tiles[:, gone : self._n_blocks]
         self._n_blocks -= gone
         capacity = self._kept_blocks + GROWTH_TOKENS // BLOCK
-        shape = (self._n_kv_heads, capacity, tile_words(self._head_dim))
+        shape = (self._n_kv_heads, capacity, self._tile_words)
         self._tiles = self._backend.zeros(shape, mx.uint32)
         self._tiles[:, : self._n_blocks] = left
         return tiles[:, n_blocks - gone :]
@@ -329,7 +330,7 @@ class Int4Cache:
     @property
     def nbytes(self) -> int:
         tokens_16bit = self._n_sink + self._n_tail
-        sealed = self._n_kv_heads * self._n_blocks * tile_bytes(self._head_dim)
+        sealed = 4 * self._n_kv_heads * self._n_blocks * self._tile_words
         return sealed + tokens_16bit * self._token_bytes_fp16
 
     @property

@@ -5,7 +5,10 @@ from typing import Literal, Self, TypeAlias
 
 from tqchat.settings import Settings
 
-KVKind: TypeAlias = Literal["int4", "fp16"]
+KVKind: TypeAlias = Literal["int4", "int3", "fp16"]
+CODE_BITS: dict[KVKind, int] = {"int4": 4, "int3": 3}
+"""Of a quantised cache."""
+
 FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped"]
 
 

@@ -100,7 +100,7 @@ class Session:
     def clear(self) -> None:
         """Forget everything and free the cache's memory. What is saved on disk stays."""
         model, backend = self._loaded.model, self._loaded.backend
-        kind = Int4Cache if self._loaded.info.kv == "int4" else DenseCache
+        kind = DenseCache if self._loaded.info.kv == "fp16" else Int4Cache
         self._held = []
         self._caches = make_caches(kind, backend, model.shape.kv_layers)
         caches = self._int4_caches()
@@ -145,7 +145,8 @@ class Session:
             return "A KV cache in fp16 is not saved on disk."
         loaded = self._loaded
         layers = tuple(loaded.model.shape.kv_layers)
-        identity = Identity(loaded.fingerprint, loaded.tokenizer.fingerprint, layers)
+        bits = loaded.backend.kv_bits
+        identity = Identity(loaded.fingerprint, loaded.tokenizer.fingerprint, layers, bits)
         self._saved = SavedCache(folder, identity, budget)
         try:
             self._held, why = self._saved.restore(caches, self._fits, progress)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from tqchat.chat.template import ChatTemplate
 from tqchat.chat.tokenizer import Tokenizer
-from tqchat.engine.events import EngineOptions, Loading, ModelInfo
+from tqchat.engine.events import CODE_BITS, EngineOptions, Loading, ModelInfo
 from tqchat.kernels import Backend, select
 from tqchat.models import builtin
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
@@ -82,7 +82,8 @@ def load_path(
     else:
         tokenizer = Tokenizer.from_folder(path)
         template = ChatTemplate.from_folder(path)
-    backend = backend or select(_stored_dtype(checkpoint), options.threads)
+    bits = CODE_BITS.get(options.kv, 4)
+    backend = backend or select(_stored_dtype(checkpoint), options.threads, bits)
     weights = Weights(name, checkpoint.weights, backend)
     # Weights are read lazily; whoever else refers to them would keep them twice.
     checkpoint.weights.clear()

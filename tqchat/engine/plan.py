@@ -8,7 +8,7 @@ chunk's activations, one token's logits).
 from dataclasses import dataclass
 
 from tqchat.engine.cache import GROWTH_SHARE, GROWTH_TOKENS, window_tokens
-from tqchat.engine.events import KVKind
+from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.kernels import Backend
 from tqchat.kernels.layout import BLOCK, SINK, TAIL_MAX, tile_bytes
 from tqchat.models.kv import KVLayer
@@ -55,7 +55,7 @@ def need(shape: Shape, weights: int, context: int, kv: KVKind, prefill: Prefill)
     layers = [_layer_bytes(layer, context, kv) for layer in shape.kv_layers]
     cache = sum(layers)
     past = 0
-    if kv == "int4":
+    if kv in CODE_BITS:
         past = prefill.past_bytes * max(_elements(x) * _held(x, context) for x in shape.kv_layers)
     tokens = min(prefill.chunk, context)
     width = 2 * shape.hidden_size + 3 * shape.intermediate_size
@@ -82,7 +82,7 @@ def _layer_bytes(layer: KVLayer, context: int, kv: KVKind) -> int:
     if kv == "fp16":
         return tokens * token
     n_blocks = max(0, tokens - SINK - TAIL_MAX) // BLOCK
-    sealed = layer.n_kv_heads * n_blocks * tile_bytes(layer.head_dim)
+    sealed = layer.n_kv_heads * n_blocks * tile_bytes(layer.head_dim, CODE_BITS[kv])
     return sealed + (tokens - BLOCK * n_blocks) * token
 
 

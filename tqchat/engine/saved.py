@@ -31,11 +31,11 @@ from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.engine.cache import Int4Cache
 from tqchat.kernels import BLOCK, GROUP, SINK, tile_words
-from tqchat.kernels.layout import TAIL_CAPACITY, tile_bytes
+from tqchat.kernels.layout import TAIL_CAPACITY
 from tqchat.models.kv import KVLayer
 
 VERSION = 2
-LAYOUT = f"int4, blocks of {BLOCK}, groups of {GROUP}, sink of {SINK}, tail of {TAIL_CAPACITY}"
+LAYOUT = f"blocks of {BLOCK}, groups of {GROUP}, sink of {SINK}, tail of {TAIL_CAPACITY}"
 
 SEGMENT_BLOCKS = 128
 """At most, in one segment: what is held in memory while saving is one layer's part of it."""
@@ -53,12 +53,17 @@ _ITEM_BYTES = {"F16": 2, "BF16": 2, "U32": 4, "I32": 4, "U8": 1}
 class Identity:
     """What a saved cache and the model that takes it up must have in common.
 
-    `model` and `tokenizer` are fingerprints, `layers` what the model's caches are.
+    `model` and `tokenizer` are fingerprints, `layers` what the model's caches are, with codes of
+    `kv_bits` bits.
     """
 
     model: str
     tokenizer: str
     layers: tuple[KVLayer, ...]
+    kv_bits: int
+
+    def tile_words(self, layer: KVLayer) -> int:
+        return tile_words(layer.head_dim, self.kv_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ class SavedCache:
         for layer, cache in zip(self._identity.layers, caches, strict=True):
             n_blocks = cache.n_blocks - (self._n_blocks if layer.window is None else 0)
             loose = (SINK + TAIL_CAPACITY) * 4 * layer.head_dim
-            total += layer.n_kv_heads * (n_blocks * tile_bytes(layer.head_dim) + loose)
+            total += layer.n_kv_heads * (4 * n_blocks * self._identity.tile_words(layer) + loose)
         return total
 
     def _write_segment(self, caches: Sequence[Int4Cache], start: int, stop: int) -> _Segment:
@@ -183,7 +188,7 @@ class SavedCache:
         return {
             "format": "tqchat KV cache",
             "version": str(VERSION),
-            "layout": LAYOUT,
+            "layout": f"int{self._identity.kv_bits}, {LAYOUT}",
             "model": self._identity.model,
             "tokenizer": self._identity.tokenizer,
             "layers": ", ".join(
@@ -195,7 +200,7 @@ class SavedCache:
 
     def _segment_header(self, n_blocks: int) -> bytes:
         tensors = {
-            f"tiles.{i}": ("U32", (layer.n_kv_heads, n_blocks, tile_words(layer.head_dim)))
+            f"tiles.{i}": ("U32", (layer.n_kv_heads, n_blocks, self._identity.tile_words(layer)))
             for i, layer in self._growing.items()
         }
         return _header(self._metadata(), tensors)
@@ -275,7 +280,8 @@ class SavedCache:
             if i not in self._growing:
                 cache.restore_blocks(arrays[f"tiles.{i}"])
         growing = self._growing.values()
-        block_bytes = sum(layer.n_kv_heads * tile_bytes(layer.head_dim) for layer in growing)
+        words = sum(layer.n_kv_heads * self._identity.tile_words(layer) for layer in growing)
+        block_bytes = 4 * words
         for segment in segments:
             try:
                 self._restore_segment(segment, caches)
@@ -307,7 +313,7 @@ class SavedCache:
             if file.read(len(header)) != header:
                 raise _Unusable(_DAMAGED)
             for i, layer in self._growing.items():
-                shape = (layer.n_kv_heads, segment.stored, tile_words(layer.head_dim))
+                shape = (layer.n_kv_heads, segment.stored, self._identity.tile_words(layer))
                 tiles = np.empty(shape, np.uint32)
                 if file.readinto(tiles.data.cast("B")) != tiles.nbytes:
                     raise _Unusable(_DAMAGED)
@@ -342,6 +348,7 @@ class SavedCache:
 
 
 _OTHERS = {
+    "layout": "another kind",
     "model": "another model",
     "layers": "another model",
     "tokenizer": "another tokenizer or chat template",
