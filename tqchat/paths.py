@@ -37,6 +37,11 @@ def state_dir() -> Path:
     return private_dir(_DIRS.user_state_path)
 
 
+def state_file(name: str) -> Path:
+    """One that need not be there."""
+    return _DIRS.user_state_path / name
+
+
 def log_file() -> Path:
     return state_dir() / "tqchat.log"
 

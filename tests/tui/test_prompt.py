@@ -1,6 +1,7 @@
 """Pasting: of any size and content, without freezing, and nothing lost."""
 
 import contextlib
+import stat
 import time
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from textual import events
 
 from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
+from tqchat import paths
 from tqchat.tui.app import ChatApp
+from tqchat.tui.history import History
 from tqchat.tui.places import places
+from tqchat.tui.widgets.prompt import CommandMenu
 from tqchat.units import file_size_text
 
 LONG = "x" * 2500
@@ -134,6 +138,127 @@ async def test_keys_that_come_in_one_burst_keep_their_order(engine: FakeEngine) 
             screen.app.post_message(events.Key(key, character))
         await screen.pilot.pause()
         await screen.until(lambda: screen.prompt.text == "axc")
+
+
+# What people write with
+
+
+@pytest.mark.parametrize(
+    "letter",
+    [
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467",  # a family: three people and two joiners
+        "e\u0301",  # e with an acute accent of its own
+        "\u6f22",  # two cells wide
+        "\u2764\ufe0f",  # a heart, as an emoji
+        "\U0001f44d\U0001f3fd",  # a thumb with a colour of skin
+        "\u0628",  # right to left
+        "\u0928\u093f",  # a consonant and its vowel sign
+    ],
+)
+async def test_a_letter_is_one_however_it_is_written(engine: FakeEngine, letter: str) -> None:
+    async with chat(engine) as screen:
+        await paste(screen, f"a{letter}b")
+        await screen.pilot.press("left", "left", "x", "right", "y", "backspace", "backspace")
+        assert screen.prompt.text == "axb"
+        await screen.pilot.press("ctrl+z")
+        assert screen.prompt.text == f"ax{letter}yb"
+        await screen.pilot.press("home", "right", "right", "delete")
+        assert screen.prompt.text == "axyb"
+
+
+async def test_text_of_an_input_method_arrives_as_it_is(engine: FakeEngine) -> None:
+    """Character by character, joiners too, which are no printable characters."""
+    written = "\u306b\u307b\u3093\uff20\u0645\u06cc\u200c\u062e \U0001f468\u200d\U0001f467"
+    async with chat(engine) as screen:
+        for character in written:
+            screen.app.post_message(events.Key(character, character))
+        await screen.until(lambda: screen.prompt.text.endswith("\U0001f467"))
+        assert not screen.app.query_one(CommandMenu).display
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turns)
+        assert engine.turns[0][-1].content == written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\u6f22\u5b57 " * 60,
+        "\u0645\u0631\u062d\u0628\u0627 hello " * 30,
+        "\U0001f468\u200d\U0001f467" * 90,
+    ],
+)
+async def test_wide_and_mixed_text_stays_in_the_box(engine: FakeEngine, text: str) -> None:
+    async with chat(engine, size=(80, 24)) as screen:
+        await paste(screen, text)
+        await screen.pilot.press("home", "end", "up", "down", "x")
+        assert screen.prompt.text.count("x") == 1
+        strips = screen.app.screen._compositor.render_strips()
+        assert {strip.cell_length for strip in strips} == {80}
+
+
+# Earlier messages
+
+
+async def test_messages_are_kept_from_one_start_to_the_next(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.exchange("two\nlines", "1")
+        await paste(screen, LONG)
+        await screen.pilot.press(*"sum up", "enter")
+        await screen.until(lambda: engine.turn == 2)
+    file = paths.state_file("history.jsonl")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert LONG not in file.read_text()
+    async with chat(FakeEngine()) as screen:
+        await screen.pilot.press("up")
+        assert screen.prompt.text == "sum up"
+        await screen.pilot.press("up")
+        assert screen.prompt.text == "two\nlines"
+
+
+async def test_earlier_messages_are_searched(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        for text in ("a red house", "a green house", "a red car"):
+            await screen.exchange(text, "1")
+        await screen.pilot.press(*"red", "ctrl+r")
+        await screen.shows("Earlier messages", "a red house", "a red car")
+        await screen.pilot.press("space", *"hou")
+        await screen.until(lambda: "a red car" not in screen.screen_text)
+        await screen.pilot.press("enter")
+        await screen.until(lambda: screen.prompt.text == "a red house")
+        await screen.pilot.press("ctrl+r", *"nothing")
+        await screen.shows("None has that in it")
+        await screen.pilot.press("escape")
+        await screen.until(lambda: screen.prompt.has_focus)
+        assert screen.prompt.text == "a red house"
+
+
+def test_a_damaged_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "history.jsonl"
+    history = History(file)
+    history.add("one", "one")
+    with file.open("ab") as out:
+        out.write(b'{"no": 1}\n\xff\n[[[\n7\n"\\u001b[31mred"\n')
+    history.add("two", "two")
+    again = History(file)
+    again.read()
+    assert again.entries == ["one", "red", "two"]
+    assert again.search("E") == ["red", "one"]
+
+
+def test_a_long_history_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "history.jsonl"
+    file.write_text("".join(f'"{number}"\n' for number in range(2_001)))
+    history = History(file)
+    history.read()
+    assert (history.entries[0], history.entries[-1]) == ("1001", "2000")
+    assert file.read_text().count("\n") == 1_000
+
+
+def test_a_history_that_cannot_be_written_lasts_until_the_end() -> None:
+    history = History(Path("/dev/null/history.jsonl"))
+    history.read()
+    history.add("one", "one")
+    assert history.entries == ["one"]
 
 
 # Files, counting, viewing, editing

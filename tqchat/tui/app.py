@@ -1,21 +1,25 @@
 """The application: what is typed goes to the engine, what the engine tells goes on the screen."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter, thread_time
 from typing import ClassVar
 
+from textual import work
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
+from textual.filter import ANSIToTruecolor, LineFilter
 from textual.screen import Screen
 from textual.theme import Theme
 
+from tqchat import paths
 from tqchat import settings as settings_file
 from tqchat.chat.sessions import Session
 from tqchat.settings import Settings, SettingsError
-from tqchat.tui import themes, welcome
+from tqchat.tui import clipboard, themes, welcome
 from tqchat.tui.attaching import Attaching
 from tqchat.tui.choosing import Choosing
 from tqchat.tui.commands import COMMANDS, Call, Command, Unknown, find
@@ -23,8 +27,11 @@ from tqchat.tui.dialogue import Dialogue
 from tqchat.tui.draft import Draft
 from tqchat.tui.engine import Opened, Opening, open_engine
 from tqchat.tui.entries import Fault
+from tqchat.tui.history import History
 from tqchat.tui.keeping import Keeping
 from tqchat.tui.reports import Reports
+from tqchat.tui.rows import Code
+from tqchat.tui.screens.history import HistoryPicker
 from tqchat.tui.terminal import use_terminal_driver
 from tqchat.tui.text import clean_line
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
@@ -32,10 +39,17 @@ from tqchat.tui.widgets.conversation import Conversation
 from tqchat.tui.widgets.panels import CompactStatus, SidePanel
 from tqchat.tui.widgets.prompt import CommandMenu, Prompt
 
-TICK_S = 1 / 15
+TICK_S = 0.1
 # While nothing happens, every wake-up costs more than what there is to do.
 IDLE_TICK_S = 0.4
+_FIGURES_S = 0.5
 _HINT_S = 4.0
+# The share of a core that drawing an answer may take: on a CPU the model does without it.
+_DRAWING_SHARE = 0.04
+_LONGEST_UNDRAWN_S = 0.5
+# The engine's thread holds Python's lock between two kernels; with Python's own 5 ms, a key that
+# takes ten steps to the screen would wait ten times as long for it.
+_SWITCH_INTERVAL_S = 0.0005
 _MOMENT_S = 0.5
 
 
@@ -46,7 +60,7 @@ class ChatApp(App[int]):
     CSS_PATH = "app.tcss"
     TITLE = "tqchat"
     AUTO_FOCUS = "Prompt"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (160, "-broad")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "copy_or_stop", show=False, priority=True),
@@ -56,6 +70,8 @@ class ChatApp(App[int]):
         Binding("f4", "edit_token", show=False, priority=True),
         Binding("ctrl+g", "edit_prompt", show=False, priority=True),
         Binding("ctrl+b,f2", "toggle_panel", show=False, priority=True),
+        Binding("ctrl+o", "copy_code", show=False, priority=True),
+        Binding("ctrl+t", "toggle_thoughts", show=False, priority=True),
         Binding("pageup", "scroll('page_up')", show=False, priority=True),
         Binding("pagedown", "scroll('page_down')", show=False, priority=True),
         Binding("ctrl+home", "scroll('home')", show=False, priority=True),
@@ -67,12 +83,14 @@ class ChatApp(App[int]):
         ("Esc", "stop the answer; what waits comes back to the prompt"),
         ("Ctrl-C", "copy what is selected, else stop"),
         ("Ctrl-D", "leave, when the prompt is empty"),
-        ("Up, Down", "earlier messages"),
+        ("Up, Down", "earlier messages; Ctrl-R searches them"),
         ("F3, F4", "view or edit the text of the token at the cursor"),
         ("Ctrl-G", "write in $EDITOR"),
         ("PgUp, PgDn", "scroll; Ctrl-End goes to the newest"),
         ("Ctrl-P", "all commands, searchable"),
-        ("Ctrl-B, F2", "show or hide the figures"),
+        ("Ctrl-B, F2", "show or hide the figures; a click folds one panel"),
+        ("Ctrl-O", "copy the last block of code; again, the one before it"),
+        ("Ctrl-T", "show or hide what the model thought before it answered"),
     )
 
     def __init__(
@@ -94,8 +112,10 @@ class ChatApp(App[int]):
         self._hint = ("", 0.0)
         self._ticks = 0
         self._resting = False
-        self._draw_at = 0.0
-        found, faults = themes.shipped()
+        self._draw_at = self._figures_at = self._spent = 0.0
+        self._figures_changed = False
+        self._copied = 0
+        found, faults = themes.all_themes(paths.config_dir() / "themes")
         for one in found:
             self.register_theme(one)
         self._theme_faults = [*faults]
@@ -114,7 +134,7 @@ class ChatApp(App[int]):
         self.conversation = Conversation()
         self._menu = CommandMenu()
         self._activity = Activity()
-        self.prompt = Prompt(self._menu)
+        self.prompt = Prompt(self._menu, History(paths.state_file("history.jsonl")))
         self._compact = CompactStatus()
         self._side = SidePanel()
         self._key_hints = KeyHints()
@@ -133,6 +153,7 @@ class ChatApp(App[int]):
 
     def on_mount(self) -> None:
         session = self.dialogue.record.session
+        self.prompt.past.read()
         self.conversation.append(welcome.greeting())
         if session is not None:
             self.dialogue.show_record(session)
@@ -147,6 +168,12 @@ class ChatApp(App[int]):
         self.theme_changed_signal.subscribe(self, self._keep_theme)
         self._timer = self.set_interval(TICK_S, self._tick)
         self.set_interval(IDLE_TICK_S, self._idle_tick)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Without the one for colours of 16-colour terminals: themes for those have none other,
+        all others none, and it would look at every piece of every line."""
+        filters = super().get_line_filters()
+        return [one for one in filters if not isinstance(one, ANSIToTruecolor)]
 
     def _keep_theme(self, theme: Theme) -> None:
         try:
@@ -179,16 +206,19 @@ class ChatApp(App[int]):
         self._ticks += 1
         if self._ticks % 2:
             self._activity.tick()
-        if self.dialogue.drain():
-            self.draw_figures()
+        self._figures_changed |= self.dialogue.drain()
         self.draft.count()
-        if monotonic() >= self._draw_at:
-            began = monotonic()
+        now, spent = perf_counter(), thread_time()
+        if now >= self._draw_at:
             self.dialogue.draw_text()
-            # Never more than a tenth of the time goes into drawing, however slow that is.
-            self._draw_at = monotonic() + min(9 * (monotonic() - began), 1.0)
+            # What the last time cost, with all that was drawn since.
+            pause = (spent - self._spent) / _DRAWING_SHARE
+            self._draw_at, self._spent = now + min(pause, _LONGEST_UNDRAWN_S), spent
+        if self._figures_changed and (now >= self._figures_at or not self.busy):
+            self._figures_at = now + _FIGURES_S
+            self.draw_figures()
         self._draw_bars()
-        self._resting = not self.busy
+        self._resting = not (self.busy or self._figures_changed)
         if self._resting:
             self._timer.pause()
         else:
@@ -198,7 +228,13 @@ class ChatApp(App[int]):
         if self._resting:
             self._tick()
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether all that is known is on the screen."""
+        return not (self.dialogue.undrawn or self._figures_changed)
+
     def draw_figures(self) -> None:
+        self._figures_changed = False
         self._side.draw(self.dialogue.figures)
         self._compact.draw(self.dialogue.figures)
 
@@ -260,7 +296,7 @@ class ChatApp(App[int]):
         elif self.busy:
             self.action_stop()
         else:
-            self.hint("Nothing to stop. Ctrl-D or /quit leaves.")
+            self.hint("Nothing to stop. To leave: Ctrl-Q, /quit, or Ctrl-D in an empty prompt.")
 
     def action_stop(self) -> None:
         if self._menu.display:
@@ -317,6 +353,15 @@ class ChatApp(App[int]):
         else:
             self.dialogue.send(event.text, event.shown)
 
+    def on_prompt_search(self) -> None:
+        picker = HistoryPicker(self.prompt.past, self.prompt.text)
+        self.push_screen(picker, self._recall)
+
+    def _recall(self, text: str | None) -> None:
+        if text is not None:
+            self.prompt.text = text
+            self.prompt.move_cursor(self.prompt.document.end)
+
     def on_prompt_file_chosen(self, event: Prompt.FileChosen) -> None:
         self.attaching.file(event.path)
 
@@ -342,14 +387,44 @@ class ChatApp(App[int]):
         else:
             self.hint("There is no answer to copy yet.")
 
+    def action_copy_code(self) -> None:
+        """The last block of code; asked again, the one before it."""
+        codes = self.conversation.codes
+        if not codes:
+            self.hint("There is no block of code to copy.")
+            return
+        self._copied = self._copied % len(codes) + 1
+        self._copy_code(codes[-self._copied])
+
+    def on_conversation_code_pressed(self, event: Conversation.CodePressed) -> None:
+        self._copy_code(event.code)
+
+    def _copy_code(self, code: Code) -> None:
+        first = clean_line(code.text)[:20]
+        self._copy(code.text, f"Code, {first!r} …")
+
+    def action_toggle_thoughts(self) -> None:
+        if not self.conversation.toggle_thoughts():
+            self.hint("The model has not thought aloud here.")
+
     def _copy(self, text: str, what: str) -> None:
         self.copy_to_clipboard(text)
-        self.hint(f"{what} went to the terminal's clipboard ({len(text):,} characters).")
+        self._copy_by_program(text, what)
+
+    @work(thread=True, exit_on_error=False)
+    def _copy_by_program(self, text: str, what: str) -> None:
+        size = f"{len(text):,} characters"
+        if clipboard.copy(text):
+            said = f"{what}: {size} copied."
+        else:
+            said = f"{what}: {size} sent to the terminal, if it takes them (OSC 52)."
+        self.call_from_thread(self.hint, said)
 
 
 def run(settings: Settings, session: Session | None = None, choose: bool = False) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
     use_terminal_driver()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     app = ChatApp(partial(open_engine, settings), settings, session=session, choose=choose)
     try:
         code = app.run()

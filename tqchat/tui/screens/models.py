@@ -5,38 +5,30 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
-from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from tqchat.engine.events import KVKind
+from tqchat.tui.screens.picker import Picker
 from tqchat.tui.text import clean_line
 from tqchat.units import bytes_text, file_size_text
 
 if TYPE_CHECKING:
     from tqchat.library import Offer
 
-_KEYS = "Enter takes   Esc closes   or type any Hugging Face id, folder or .gguf file"
 _REDRAW_S = 0.1
 
 
-class ModelPicker(ModalScreen[str | None]):
+class ModelPicker(Picker[str]):
     """Ends with the name of a model that is on this machine, or None. `now`: the one in use;
     `wanted`: one to take or fetch at once."""
 
-    AUTO_FOCUS = "Input"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", show=False),
-        Binding("up", "move(-1)", show=False, priority=True),
-        Binding("down", "move(1)", show=False, priority=True),
-    ]
+    HEADING: ClassVar[str] = "Models"
+    KEYS: ClassVar[str] = "Enter takes   Esc closes   or type a Hugging Face id, a folder or a file"
 
     def __init__(self, kv: KVKind, now: str, wanted: str = "") -> None:
-        super().__init__()
+        super().__init__(wanted, "Search, or name a model")
         self._kv = kv
         self._now = now
         self._wanted = wanted
@@ -45,27 +37,14 @@ class ModelPicker(ModalScreen[str | None]):
         self._fetching = self._stop = False
         self._drawn = 0.0
 
-    def compose(self) -> ComposeResult:
-        self._input = Input(self._wanted, placeholder="Search, or name a model", compact=True)
-        self._list = OptionList(markup=False, compact=True)
-        self._list.can_focus = False
-        self._line = Static("Looking …", markup=False, classes="line")
-        with Vertical(classes="box"):
-            yield Static("Models", classes="title")
-            yield self._input
-            yield self._list
-            yield self._line
-
     def on_mount(self) -> None:
+        self._say("Looking …")
         self.run_worker(self._look, thread=True, exit_on_error=False)
         if self._wanted:
             self._fetch(self._wanted)
 
     def on_unmount(self) -> None:
         self._stop = True
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._fill)
 
     def _look(self) -> None:
         # Imports MLX.
@@ -83,7 +62,6 @@ class ModelPicker(ModalScreen[str | None]):
 
     def _fill(self) -> None:
         place = self._list.highlighted or 0
-        width = max(self._list.scrollable_content_region.width - 2, 20)
         words = self._input.value.lower().split()
         self._shown = [
             offer
@@ -92,7 +70,7 @@ class ModelPicker(ModalScreen[str | None]):
         ]
         self._list.clear_options()
         for offer in self._shown:
-            self._list.add_option(Option(self._row(offer, width)))
+            self._list.add_option(Option(self._row(offer, self._width)))
         if self._shown:
             self._list.highlighted = min(place, len(self._shown) - 1)
 
@@ -109,9 +87,6 @@ class ModelPicker(ModalScreen[str | None]):
         below = Content("  " + " · ".join(filter(None, facts))).truncate(width, ellipsis=True)
         below = below.stylize("$text-muted" if offer.context else "$text-error")
         return Content("\n").join([name + Content.styled(right, "$text-muted"), below])
-
-    def _say(self, text: str = "") -> None:
-        self._line.update(clean_line(text) or _KEYS)
 
     @on(Input.Changed)
     def _search(self) -> None:
@@ -176,9 +151,3 @@ class ModelPicker(ModalScreen[str | None]):
             self._say("Stopping …")
         else:
             self.dismiss(None)
-
-    def action_move(self, step: int) -> None:
-        if step < 0:
-            self._list.action_cursor_up()
-        else:
-            self._list.action_cursor_down()

@@ -5,12 +5,9 @@ from time import time
 from typing import ClassVar
 
 from textual import on, work
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 from textual.worker import get_current_worker
 
@@ -18,21 +15,19 @@ from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Summary
 from tqchat.tui.figures import age_text
+from tqchat.tui.screens.picker import Picker
 from tqchat.tui.text import clean_line
 from tqchat.units import file_size_text
 
-_KEYS = "Enter opens   Ctrl-R renames   Ctrl-D deletes   Esc closes"
 _MOST_SHOWN = 500
 
 
-class SessionPicker(ModalScreen[str | None]):
+class SessionPicker(Picker[str]):
     """Ends with the id of a conversation, or None. `rename` is given an id and a title."""
 
-    AUTO_FOCUS = "Input"
+    HEADING: ClassVar[str] = "Conversations"
+    KEYS: ClassVar[str] = "Enter opens   Ctrl-R renames   Ctrl-D deletes   Esc closes"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", show=False),
-        Binding("up", "move(-1)", show=False, priority=True),
-        Binding("down", "move(1)", show=False, priority=True),
         Binding("ctrl+r", "rename", show=False, priority=True),
         Binding("ctrl+d", "delete", show=False, priority=True),
     ]
@@ -43,23 +38,9 @@ class SessionPicker(ModalScreen[str | None]):
         self._summaries: list[Summary] = []
         self._renaming = self._deleting = ""
 
-    def compose(self) -> ComposeResult:
-        self._input = Input(placeholder="Search", compact=True)
-        self._list = OptionList(markup=False, compact=True)
-        self._list.can_focus = False
-        self._line = Static(markup=False, classes="line")
-        with Vertical(classes="box"):
-            yield Static("Conversations", classes="title")
-            yield self._input
-            yield self._list
-            yield self._line
-
     def on_mount(self) -> None:
         self._say()
         self._read()
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._fill)
 
     def _read(self) -> None:
         """All of them."""
@@ -71,7 +52,7 @@ class SessionPicker(ModalScreen[str | None]):
 
     def _fill(self) -> None:
         place = self._list.highlighted or 0
-        width, now = max(self._list.scrollable_content_region.width - 2, 20), time()
+        width, now = self._width, time()
         self._list.clear_options()
         for summary in self._summaries[:_MOST_SHOWN]:
             right = f"  {age_text(now - summary.modified):>9} {file_size_text(summary.size):>8}"
@@ -85,9 +66,6 @@ class SessionPicker(ModalScreen[str | None]):
             self._list.highlighted = min(place, self._list.option_count - 1)
         elif not self._input.value:
             self._say("Nothing is saved yet.")
-
-    def _say(self, text: str = "") -> None:
-        self._line.update(clean_line(text) or _KEYS)
 
     @property
     def _chosen(self) -> Summary | None:
@@ -142,10 +120,7 @@ class SessionPicker(ModalScreen[str | None]):
     def action_move(self, step: int) -> None:
         self._deleting = ""
         self._say()
-        if step < 0:
-            self._list.action_cursor_up()
-        else:
-            self._list.action_cursor_down()
+        super().action_move(step)
 
     def action_back(self) -> None:
         if self._renaming:

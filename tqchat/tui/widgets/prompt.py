@@ -3,9 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from rich.cells import split_graphemes
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
@@ -17,6 +19,7 @@ from textual.widgets import Static, TextArea
 
 from tqchat.tui.attached import Attached, Attachments
 from tqchat.tui.commands import Command, completions
+from tqchat.tui.history import History
 from tqchat.tui.places import Place, places
 from tqchat.tui.text import clean_line, clean_paste
 
@@ -24,6 +27,8 @@ TALLEST = 10
 _LONGEST_PASTE = 2_000
 _PLACE = re.compile(r"(?:^|(?<=\s))@(\S*)$")
 _MOST_PASTED_LINES = 20
+# Not printable, so a text area would drop them; emoji and Persian are written with them.
+_JOINERS = ("\u200c", "\u200d")
 
 Choice: TypeAlias = Command | Place
 
@@ -35,6 +40,7 @@ class Prompt(TextArea):
         Binding("ctrl+d", "delete_or_leave", show=False),
         Binding("up", "up", show=False),
         Binding("down", "down", show=False),
+        Binding("ctrl+r", "search", show=False),
     ]
     COMPONENT_CLASSES: ClassVar[set[str]] = {"prompt--token"}
 
@@ -49,10 +55,13 @@ class Prompt(TextArea):
     class FileChosen(Message):
         path: Path
 
+    class Search(Message):
+        """Ctrl-R: an earlier message is looked for."""
+
     class Leave(Message):
         """Ctrl-D in an empty box."""
 
-    def __init__(self, menu: "CommandMenu") -> None:
+    def __init__(self, menu: "CommandMenu", past: History) -> None:
         self.attachments = Attachments()
         super().__init__(
             soft_wrap=True,
@@ -65,7 +74,7 @@ class Prompt(TextArea):
         # Blinking draws twice a second, for as long as the program waits.
         self.cursor_blink = False
         self._menu = menu
-        self._history: list[str] = []
+        self.past = past
         self._recalled: int | None = None
         self._draft = ""
 
@@ -112,6 +121,8 @@ class Prompt(TextArea):
                 act = self._new_line
             case "tab" if self._menu.display:
                 act = self._complete
+            case _ if event.character in _JOINERS:
+                act = partial(self._insert, event.character)
             case key if bindings := self._bindings.key_to_bindings.get(key):
                 event.stop()
                 event.prevent_default()
@@ -136,9 +147,9 @@ class Prompt(TextArea):
         shown = self.text.strip("\n").rstrip()
         if not shown.strip():
             return
-        is_command = shown.startswith("/")
-        if not is_command and (not self._history or self._history[-1] != shown):
-            self._history.append(shown)
+        if not shown.startswith("/"):
+            # What tokens stand for is gone when the program ends.
+            self.past.add(shown, self.attachments.typed(shown).strip())
         self._recalled = None
         self.text = ""
         self.history.clear()
@@ -184,6 +195,9 @@ class Prompt(TextArea):
         else:
             self.post_message(self.Leave())
 
+    def action_search(self) -> None:
+        self.post_message(self.Search())
+
     def action_up(self) -> None:
         if self._menu.display:
             self._menu.move(-1)
@@ -202,19 +216,19 @@ class Prompt(TextArea):
 
     def _recall(self, step: int) -> None:
         if self._recalled is None:
-            if step > 0 or not self._history:
+            if step > 0 or not self.past.entries:
                 return
             self._draft = self.text
-            self._recalled = len(self._history)
+            self._recalled = len(self.past.entries)
         place = self._recalled + step
         if place < 0:
             return
-        if place >= len(self._history):
+        if place >= len(self.past.entries):
             self._recalled = None
             self.text = self._draft
         else:
             self._recalled = place
-            self.text = self._history[place]
+            self.text = self.past.entries[place]
         self._menu.display = False
         self.move_cursor(self.document.end if step < 0 else (0, 0))
 
@@ -268,10 +282,26 @@ class Prompt(TextArea):
         return super().edit(edit)
 
     def get_cursor_left_location(self) -> Location:
-        return self._outside_token(super().get_cursor_left_location(), forward=False)
+        row, column = self.cursor_location
+        if column:
+            starts = [start for start in self._letters(row) if start < column]
+            return self._outside_token((row, starts[-1]), forward=False)
+        return super().get_cursor_left_location()
 
     def get_cursor_right_location(self) -> Location:
-        return self._outside_token(super().get_cursor_right_location(), forward=True)
+        row, column = self.cursor_location
+        ends = [end for end in self._letters(row) if end > column]
+        if ends:
+            return self._outside_token((row, ends[0]), forward=True)
+        return super().get_cursor_right_location()
+
+    def _letters(self, row: int) -> list[int]:
+        """Where a line's letters begin and end, as people see them: an emoji with joiners, or a
+        letter with its accents, is one."""
+        line = self.document.get_line(row)
+        if line.isascii():
+            return list(range(len(line) + 1))
+        return [0, *(end for _, end, _ in split_graphemes(line)[0])]
 
     def get_line(self, line_index: int) -> Text:
         line = super().get_line(line_index)
