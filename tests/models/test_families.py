@@ -38,6 +38,15 @@ BASE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+BIASES = {"attention_bias": True, "mlp_bias": True}
+LINEAR = {"type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {
     "num_experts": 8,
@@ -152,6 +161,8 @@ CASES = {
     "gemma4, shared": Case("gemma4_text", GEMMA4 | GEMMA4_SMALL, q_norm=0.15),
     "gpt_oss": Case("gpt_oss", GPT_OSS),
     "llama": Case("llama"),
+    "llama, llama3 scaling": Case("llama", {"rope_scaling": LLAMA3, **BIASES}),
+    "llama, linear scaling": Case("llama", {"rope_scaling": LINEAR, "num_key_value_heads": 4}),
     "llama, head_dim 80": Case("llama", {"head_dim": 80}),
     "llama, head_dim 100": Case("llama", {"head_dim": 100}),
     "mistral, windows": Case("mistral", SLIDING, "llama"),
@@ -195,11 +206,11 @@ class NumpyInt4Cache:
         for _ in range((tail - TAIL_MIN) // BLOCK if tail > TAIL_MAX else 0):
             start = SINK + BLOCK * self.n_blocks
             block = slice(start, start + BLOCK)
-            self.k[:, block] = fake_quantise(self.k[:, block], axis=1)
+            self.k[:, block] = fake_quantise(self.k[:, block], 1, bits=4)
             heads, _, dim = self.v.shape
             # The last group of channels is filled up with zeros.
             v = np.pad(self.v[:, block], ((0, 0), (0, 0), (0, -dim % GROUP)))
-            groups = fake_quantise(v.reshape(heads, BLOCK, -1, GROUP), axis=3)
+            groups = fake_quantise(v.reshape(heads, BLOCK, -1, GROUP), 3, bits=4)
             self.v[:, block] = groups.reshape(heads, BLOCK, -1)[..., :dim]
             self.n_blocks += 1
 
