@@ -14,11 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from tqchat.engine.cache import Int4Cache
+from tqchat.engine.cache import Int4Cache, KVCache
 from tqchat.engine.step import CompiledStep
-from tqchat.kernels import Backend, select
+from tqchat.kernels import Backend, Weight, select
 from tqchat.models.config import Config
-from tqchat.models.registry import Model, build
+from tqchat.models.registry import Model, architecture, build
 from tqchat.models.weights import Weights
 
 GROUP_SIZE, BITS = 64, 4
@@ -35,6 +35,22 @@ _LLAMA_3_1 = {
     "head_dim": 128,
     "tie_word_embeddings": False,
 }
+# The same of google/gemma-4-31B-it and -26B-A4B-it.
+_GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-70b": _LLAMA_3_1
     | {
@@ -50,6 +66,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
     },
+    "gemma-4-31b": _GEMMA_4
+    | {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+    },
+    "gemma-4-26b-a4b": _GEMMA_4
+    | {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
 }
 
 
@@ -64,11 +102,48 @@ class Synthetic:
 
 def synthetic(name: str) -> Synthetic:
     """The model `name` of CONFIGS on the backend for this machine. Raises KeyError."""
-    config = CONFIGS[name]
-    backend = select(mx.float16)
-    weights = Weights(name, tensors(config), backend)
+    return make(name, CONFIGS[name], select(mx.float16))
+
+
+def make(name: str, config: dict[str, Any], backend: Backend) -> Synthetic:
+    """A model of any family, its weights random."""
+    weights = RandomWeights(name, backend)
     model = build(Config(name, config), weights, backend)
     return Synthetic(name, config, model, backend, weights.nbytes)
+
+
+class RandomWeights(Weights):
+    """Whatever is asked for: matrices in 4 bits, all else ones."""
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        super().__init__(name, {}, backend)
+
+    def experts(self, prefix: str, parts: dict[str, int], columns: int, n: int) -> Weight:
+        return self._load(self._matrix(prefix, sum(parts.values()), columns, (n,)))
+
+    def _take(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        dtypes: tuple[mx.Dtype, ...] = (mx.float16,),
+    ) -> mx.array:
+        return mx.ones(shape or (), dtypes[0])
+
+    def _bias(self, name: str, rows: int, needed: bool) -> mx.array | None:
+        return mx.zeros((rows,), mx.float16) if needed else None
+
+    def _matrix(self, name: str, rows: int, columns: int, experts: tuple[int, ...] = ()) -> Weight:
+        return Weight(*_matrix((*experts, rows), columns), GROUP_SIZE, BITS)
+
+
+def _matrix(rows: tuple[int, ...], columns: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Codes, scales and biases, still lazy."""
+    # Codes are spread evenly, so this keeps a product about as large as its input.
+    scale = columns**-0.5 / 4.6
+    shape = (*rows, columns * BITS // 32)
+    words = mx.random.randint(-(2**31), 2**31 - 1, shape, dtype=mx.int32).view(mx.uint32)
+    scales = mx.random.uniform(0.9 * scale, 1.1 * scale, (*rows, columns // GROUP_SIZE))
+    return words, scales.astype(mx.float16), (-7.5 * scales).astype(mx.float16)
 
 
 def tensors(config: dict[str, Any]) -> dict[str, mx.array]:
@@ -93,23 +168,17 @@ def tensors(config: dict[str, Any]) -> dict[str, mx.array]:
             f"{layer}.mlp.down_proj": (hidden, inner),
         }
     for name, (rows, columns) in matrices.items():
-        # Codes are spread evenly, so this keeps a product about as large as its input.
-        scale = columns**-0.5 / 4.6
-        words = mx.random.randint(-(2**31), 2**31 - 1, (rows, columns * BITS // 32), dtype=mx.int32)
-        scales = mx.random.uniform(0.9 * scale, 1.1 * scale, (rows, columns // GROUP_SIZE))
-        tensors[f"{name}.weight"] = words.view(mx.uint32)
-        tensors[f"{name}.scales"] = scales.astype(mx.float16)
-        tensors[f"{name}.biases"] = (-7.5 * scales).astype(mx.float16)
+        words, scales, biases = _matrix((rows,), columns)
+        tensors |= {f"{name}.weight": words, f"{name}.scales": scales, f"{name}.biases": biases}
     return tensors
 
 
-def fill(synthetic: Synthetic, caches: list[Any], tokens: int) -> None:
-    """Give every layer's empty cache `tokens` random tokens, through the cache's own call."""
-    c = synthetic.config
-    shape = (c["num_key_value_heads"], tokens, c["head_dim"])
-    backend = synthetic.backend
-    q = backend.zeros((c["num_attention_heads"], 1, c["head_dim"]), backend.dtype)
-    for cache in caches:
+def fill(synthetic: Synthetic, caches: Sequence[KVCache], tokens: int) -> None:
+    """Give every empty cache `tokens` random tokens, through the cache's own call."""
+    backend, n_heads = synthetic.backend, synthetic.config["num_attention_heads"]
+    for layer, cache in zip(synthetic.model.shape.kv_layers, caches, strict=True):
+        q = backend.zeros((n_heads, 1, layer.head_dim), backend.dtype)
+        shape = (layer.n_kv_heads, tokens, layer.head_dim)
         k, v = (backend.load_vector(mx.random.normal(shape)) for _ in "kv")
         backend.evaluate(cache.attend(q, k, v, 1.0))
     mx.clear_cache()
@@ -131,9 +200,8 @@ def measure(synthetic: Synthetic, contexts: Sequence[int]) -> list[Row]:
     model, backend = synthetic.model, synthetic.backend
 
     def filled(context: int) -> list[Int4Cache]:
-        caches = [
-            Int4Cache(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)
-        ]
+        layers = model.shape.kv_layers
+        caches = [Int4Cache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
         fill(synthetic, caches, context)
         return caches
 
@@ -165,24 +233,25 @@ def measure_mlx_lm(
 
     Raises ImportError without mlx-lm, and whatever its cache raises.
     """
-    llama: Any = import_module("mlx_lm.models.llama")
-    kv_cache: Any = import_module("mlx_lm.models.cache").KVCache
-    model = llama.Model(llama.ModelArgs.from_dict(dict(config)))
+    family: Any = import_module(f"mlx_lm.models.{config['model_type']}")
+    make_cache: Any = import_module("mlx_lm.models.cache").make_prompt_cache
+    model = family.Model(family.ModelArgs.from_dict(dict(config)))
     import_module("mlx.nn").quantize(model, GROUP_SIZE, BITS)
-    model.load_weights(list(tensors(config).items()))
+    model.load_weights(list(_random_parameters(model).items()))
     for layer in model.model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
+    known = Config(config["model_type"], config)
+    layers = architecture(known).parse(known).kv_layers
     rows = []
     for context in contexts:
         caches: list[Any] = []
-        for _ in model.layers:
-            cache = kv_cache()
-            shape = (1, config["num_key_value_heads"], context, config["head_dim"])
+        for layer, cache in zip(layers, make_cache(model), strict=True):
+            shape = (1, layer.n_kv_heads, context, layer.head_dim)
             k, v = (mx.random.normal(shape).astype(mx.float16) for _ in "kv")
             cache.update_and_fetch(k, v)
             mx.eval(cache.keys, cache.values)
-            if kv_bits:
+            if kv_bits and layer.window is None:
                 cache = cache.to_quantized(group_size=GROUP_SIZE, bits=kv_bits)
                 mx.eval(cache.keys, cache.values)
             caches.append(cache)
@@ -195,6 +264,20 @@ def measure_mlx_lm(
         del caches, following
         mx.clear_cache()
     return rows
+
+
+def _random_parameters(model: Any) -> dict[str, mx.array]:
+    """As RandomWeights has them, for a quantised model of mlx-lm's."""
+    parameters: dict[str, mx.array] = {}
+    for name, x in import_module("mlx.utils").tree_flatten(model.parameters()):
+        if x.dtype == mx.uint32:
+            base = name.removesuffix("weight")
+            made = _matrix(x.shape[:-1], x.shape[-1] * 32 // BITS)
+            parts = ("weight", "scales", "biases")
+            parameters |= {f"{base}{part}": y for part, y in zip(parts, made, strict=True)}
+        elif name not in parameters and not name.endswith((".scales", ".biases")):
+            parameters[name] = mx.ones(x.shape, mx.float16)
+    return parameters
 
 
 def _decode(following: Callable[[mx.array], mx.array], context: int) -> Row:
