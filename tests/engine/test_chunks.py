@@ -1,14 +1,20 @@
 """How large a chunk is, on clocks and in memories that are made up."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import mlx.core as mx
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_generation import GREEDY, session
+from tqchat.engine.cache import DenseCache, Int4Cache, KVCache
 from tqchat.engine.chunks import PIECE_S, SMALLEST, ChunkSize
 from tqchat.engine.events import Failed, Memory, Prefilling
+from tqchat.kernels import Backend, select
+from tqchat.kernels.layout import tile_bytes
 
 # Llama 3.1 70B and 8B.
 LARGE = SimpleNamespace(
@@ -118,3 +124,42 @@ def test_where_memory_is_short_smaller_chunks_are_read(monkeypatch: pytest.Monke
             done = [event.done for event in events if isinstance(event, Prefilling)]
             assert done[1] == size
             assert done[-1] == len(prompt)
+
+
+def feed(cache: KVCache, tokens: int, seed: int) -> np.ndarray:
+    """Take in random tokens; returns what their queries saw."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        cache._backend.load_table(mx.array(rng.normal(size=(heads, tokens, 32)).astype(np.float32)))  # type: ignore[attr-defined]
+        for heads in (4, 2, 2)
+    )
+    return np.array(cache.attend(q, k, v, 0.2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from([Int4Cache, DenseCache]),
+    backend=st.sampled_from([Backend(mx.float32), select(mx.float16)]),
+    window=st.sampled_from([None, 31, 100]),
+    before=st.lists(st.integers(1, 300), max_size=4),
+    undone=st.integers(1, 400),
+    after=st.integers(1, 100),
+)
+def test_a_cache_goes_back_as_if_the_chunk_had_never_been(
+    kind, backend, window, before, undone, after
+) -> None:
+    with patch("tqchat.engine.cache.REWIND_BYTES", 5 * 2 * tile_bytes(32)):
+        one, twin = (kind(backend, 2, 32, window) for _ in range(2))
+    for seed, tokens in enumerate(before):
+        for cache in (one, twin):
+            feed(cache, tokens, seed)
+    go_back = one.checkpoint()
+    feed(one, undone, 100)
+    go_back()
+    for seed in (200, 201):
+        np.testing.assert_array_equal(feed(one, after, seed), feed(twin, after, seed))
+    assert (one.offset, one.nbytes, one.trimmable_to) == (
+        twin.offset,
+        twin.nbytes,
+        twin.trimmable_to,
+    )
