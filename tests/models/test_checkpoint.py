@@ -126,7 +126,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
         ('{"quantization": 4}', "quantization is not an object"),
         ({"quantization": {"bits": 1, "group_size": 64}}, "1 bits"),
         ({"quantization": {"bits": 4, "group_size": 48}}, "groups of 48"),
-        ({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}}, "with mxfp4"),
+        ({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp2"}}, "with mxfp2"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "with gptq"),
         ({"quantization_config": {"quant_method": "awq"}}, "with awq"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "with bitsandbytes"),
