@@ -210,6 +210,30 @@ def test_shapes(dim: int, n_heads: int, n_kv_heads: int, tokens: int) -> None:
     Problem(dim, n_heads, n_kv_heads, n_blocks=9, tokens=tokens).check()
 
 
+# Gemma 3's and 4's local layers, without a sink once it has gone by, and Gemma 4's global ones,
+# whose scores are not scaled; gpt-oss's.
+@pytest.mark.parametrize(
+    ("dim", "n_heads", "n_kv_heads", "n_sink", "options"),
+    [
+        (128, 4, 2, 0, {"window": 70}),
+        (256, 4, 2, 0, {"window": 70, "scale": 1.0}),
+        (256, 8, 1, SINK, {"window": 300, "scale": 1.0}),
+        (512, 8, 1, SINK, {"scale": 1.0}),
+        (64, 16, 2, 0, {"window": 128, "logits": True}),
+        (64, 16, 2, SINK, {"logits": True}),
+    ],
+    ids=str,
+)
+def test_layers_of_families(
+    dim: int, n_heads: int, n_kv_heads: int, n_sink: int, options: dict[str, Any]
+) -> None:
+    problem = Problem(dim, n_heads, n_kv_heads, n_blocks=9, n_sink=n_sink, options=options)
+    if "scale" in options:
+        # As their norms make them; else all is taken from one key.
+        problem.q *= dim**-0.5
+    problem.check()
+
+
 @pytest.mark.parametrize(
     ("dim", "n_heads", "n_kv_heads", "tokens"),
     [(64, 9, 3, 8), (96, 4, 4, 1), (128, 16, 1, 1), (256, 8, 2, 1), (512, 8, 1, 1)],
