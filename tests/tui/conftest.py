@@ -96,7 +96,7 @@ class Chat:
         """Waits until the timer has nothing more to draw. Its ticks are given here: an idle screen
         has them too seldom to wait for."""
         seen, same = "", 0
-        while same < 4:
+        while same < 4 or not self.app.is_drawn:
             self.app._tick()
             await self.pilot.pause(0.02)
             same = same + 1 if self.screen_text == seen else 0

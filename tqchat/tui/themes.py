@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from textual.color import Color, ColorParseError
 from textual.theme import Theme
@@ -108,3 +109,13 @@ def read_all(folder: Traversable) -> tuple[list[Theme], Sequence[str]]:
 def shipped() -> tuple[list[Theme], Sequence[str]]:
     """The themes that come with the program."""
     return read_all(resources.files("tqchat.themes"))
+
+
+def all_themes(folder: Path) -> tuple[list[Theme], list[str]]:
+    """Those that come with the program and the user's own in `folder`, which go before them."""
+    found, faults = shipped()
+    own: list[Theme] = []
+    own_faults: Sequence[str] = []
+    if folder.is_dir():
+        own, own_faults = read_all(folder)
+    return list({theme.name: theme for theme in [*found, *own]}.values()), [*faults, *own_faults]
