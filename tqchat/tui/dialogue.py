@@ -267,6 +267,10 @@ class Dialogue:
         self.record.stream(text)
         return self.figures.count_tokens(1)
 
+    @property
+    def undrawn(self) -> bool:
+        return bool(self._text)
+
     def draw_text(self) -> None:
         """What was answered since goes on the screen."""
         if self._text and self.turn is not None and self.turn.answer is not None:
