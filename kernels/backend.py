@@ -20,6 +20,11 @@ from tqchat.kernels.weight import Weight
 # An mx.array; in the CPU backend a numpy array, which has the same operators and methods.
 Array: TypeAlias = Any
 
+# MLX's attention to many tokens does without a matrix of scores for heads of these sizes; for other
+# ones as many queries are taken at a time as keep it below so many bytes.
+FUSED_HEAD_DIMS = (64, 80, 128)
+SCORES_BYTES = 256 << 20
+
 # Of gpt-oss's SwiGLU, and twice sqrt(2 / pi)
 CLAMP, SWISH, GELU = 7.0, 1.702, 1.5957691216057308
 
@@ -307,6 +312,18 @@ class Backend:
         """Attention of q's tokens, the last of those in k and v (n_kv_heads, length, head_dim)."""
         tokens, length = q.shape[1], k.shape[1]
         k, v = k.astype(q.dtype), v.astype(q.dtype)
+        at_a_time = max(1, SCORES_BYTES // (4 * q.shape[0] * length))
+        if tokens > at_a_time and (softcap is not None or q.shape[2] not in FUSED_HEAD_DIMS):
+            parts = []
+            for start in range(0, tokens, at_a_time):
+                part = q[:, start : start + at_a_time]
+                end = length - tokens + start + part.shape[1]
+                part = self.attend_dense(
+                    part, k[:, :end], v[:, :end], scale, softcap=softcap, sinks=sinks, window=window
+                )
+                self.evaluate(part)
+                parts.append(part)
+            return self.concatenate_tokens(parts)
         if softcap is not None:
             return _soft_capped(q, k, v, scale, softcap, sinks, _mask(tokens, length, window))
         mask: str | mx.array | None = "causal" if tokens > 1 else None

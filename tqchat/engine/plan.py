@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tqchat.engine.cache import GROWTH_SHARE, GROWTH_TOKENS, window_tokens
 from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.kernels import Backend
+from tqchat.kernels.backend import FUSED_HEAD_DIMS, SCORES_BYTES
 from tqchat.kernels.layout import BLOCK, SINK, TAIL_MAX, tile_bytes
 from tqchat.models.kv import KVLayer
 from tqchat.models.registry import Shape
@@ -60,7 +61,11 @@ def need(shape: Shape, weights: int, context: int, kv: KVKind, prefill: Prefill)
     tokens = min(prefill.chunk, context)
     width = 2 * shape.hidden_size + 3 * shape.intermediate_size
     activations = prefill.activation_bytes * width * tokens
-    transient = max(past, max(layers)) + activations + 4 * shape.vocab_size
+    scores = 0
+    if past and any(x.head_dim not in FUSED_HEAD_DIMS for x in shape.kv_layers):
+        # Before the softmax and after it.
+        scores = 2 * min(SCORES_BYTES, 4 * shape.n_heads * tokens * context)
+    transient = max(past + scores, max(layers)) + activations + 4 * shape.vocab_size
     total = weights + cache + cache // GROWTH_SHARE + transient
     return Need(context, kv_bytes(shape, context, "fp16"), cache, transient, total)
 
