@@ -7,6 +7,7 @@ chunks are such that the second one reads sealed blocks, and that decoding seals
 
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -284,3 +285,49 @@ def test_int4_logits_equal_those_on_quantised_kv(name: str) -> None:
     assert np.median(errors) < 1e-3
     assert errors.max() < 0.03
     assert {cache.n_blocks for cache in quantised} == {4}
+
+
+class Tracing(Backend):
+    """Takes positions that are arrays, as a backend does that compiles decode steps."""
+
+    def rope(self, x: mx.array, periods: mx.array, offset: Any) -> mx.array:
+        return super().rope(x[None], periods, offset)[0]
+
+
+@dataclass
+class TracedLayer:
+    """A cache with some K and V before the token, at any position."""
+
+    backend: Backend
+    past: tuple[mx.array, mx.array]
+    window: int | None
+    offset: Any
+
+    def attend(self, q: Any, k: Any, v: Any, scale: float, sinks: Any = None) -> Any:
+        k, v = (mx.concatenate(pair, axis=1) for pair in zip(self.past, (k, v), strict=True))
+        return self.backend.attend_dense(q, k, v, scale, sinks=sinks, window=self.window)
+
+    def share(self, q: Any, k: Any, v: Any, scale: float) -> Any:
+        return self.attend(q, k, v, scale), lambda q, scale: self.attend(q, k, v, scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_traced_once_for_all_positions(name: str, tmp_path: Path) -> None:
+    """A GPU runs decode steps that were traced once: nothing in them may be a number of Python's."""
+    backend = Tracing(mx.float32)
+    model, _ = both(CASES[name], backend)
+    pasts = [
+        tuple(mx.random.normal((layer.n_kv_heads, 9, layer.head_dim)) for _ in "kv")
+        for layer in model.shape.kv_layers
+    ]
+
+    def step(ids: mx.array, offset: Any) -> mx.array:
+        layers = zip(pasts, model.shape.kv_layers, strict=True)
+        return model(ids, [TracedLayer(backend, past, kv.window, offset) for past, kv in layers])
+
+    ids, file = mx.array([5], dtype=mx.uint32), str(tmp_path / "step.mlxfn")
+    mx.export_function(file, step, ids, mx.array([9], dtype=mx.int32))
+    traced = mx.import_function(file)
+    for position in (9, 400):
+        (logits,) = traced(ids, mx.array([position], dtype=mx.int32))
+        np.testing.assert_allclose(logits, step(ids, position), rtol=1e-4, atol=1e-5)
