@@ -46,6 +46,12 @@ def test_llama_70b_at_128k_takes_40_and_12_and_a_half_gib(capsys, tmp_path) -> N
     assert figures["largest_context"] > 131072
 
 
+def test_codes_of_3_bits_take_a_fifth_less(capsys, tmp_path) -> None:
+    options = ("--memory", "64GB", "--kv", "int3")
+    last = planned(capsys, tmp_path, "llama-3.1-70b-4bit", *options)["rows"][-1]
+    assert last["kv_bytes"] / GIB == pytest.approx(10.0, abs=0.05)
+
+
 def test_llama_8b_at_128k(capsys, tmp_path) -> None:
     figures = planned(capsys, tmp_path, "llama-3.1-8b-4bit", "--memory", "64GB")
     last = figures["rows"][-1]
@@ -91,11 +97,11 @@ def test_bad_input_is_one_line(capsys, tmp_path) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 3000), st.sampled_from(["int4", "fp16"]))
+@given(st.integers(1, 3000), st.sampled_from(["int4", "int3", "fp16"]))
 def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:
     shape = architecture(Config("tiny", LLAMA)).parse(Config("tiny", LLAMA))
-    backend = select(mx.float16)
-    make = Int4Cache if kv == "int4" else DenseCache
+    backend = select(mx.float16, kv_bits=3 if kv == "int3" else 4)
+    make = DenseCache if kv == "fp16" else Int4Cache
     cache = make(backend, shape.n_kv_heads, shape.head_dim)
     x = backend.load_table(mx.array(np.ones((2, tokens, 32), np.float32)))
     q = backend.load_table(mx.array(np.ones((4, tokens, 32), np.float32)))
