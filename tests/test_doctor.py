@@ -16,7 +16,9 @@ def test_this_machine_is_sound(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     printed = capsys.readouterr().out
     assert "attention, long, head_dim 128" in printed
+    assert "attention, long, head_dim 128, int3" in printed
     assert "WRONG" not in printed
+    assert printed.endswith("\nAll well.\n")
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -45,8 +47,11 @@ class Broken(Backend):
 def test_broken_kernels_are_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "select", lambda dtype: Broken(mx.float32))
+    monkeypatch.setattr(doctor, "select", lambda dtype, kv_bits=4: Broken(mx.float32))
     assert doctor.main() == 1
-    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
+    lines = capsys.readouterr().out.splitlines()
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    assert lines[-1].startswith("Not well: ")
+    assert "prefill, head_dim 64" in lines[-1]
     assert len(wrong) % 5 == 0  # of six kernels one is sound: unsealing
     assert "WRONG  prefill, head_dim 64: no such kernel" in wrong

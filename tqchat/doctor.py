@@ -49,6 +49,7 @@ def examine() -> Iterator[Finding]:
         yield Finding("backend", backend.name, bool(backend.note), backend.note)
         for head_dim in (64, 128):
             yield from check_kernels(backend, head_dim)
+        yield from check_kernels(select(dtype, kv_bits=3), 128)
 
 
 def _memory(info: dict[str, Any]) -> Iterator[Finding]:
@@ -86,7 +87,7 @@ def check_kernels(backend: Backend, head_dim: int) -> Iterator[Finding]:
         "prefill": cache.prefill,
     }
     for name, check in checks.items():
-        subject = f"{name}, head_dim {head_dim}"
+        subject = f"{name}, head_dim {head_dim}" + (", int3" if backend.kv_bits == 3 else "")
         try:
             error = check()
         except Exception as fault:
@@ -106,7 +107,7 @@ class _Cache:
 
     def __init__(self, backend: Backend, head_dim: int) -> None:
         self._backend = backend
-        self._oracle = Backend(mx.float32, backend.cache_dtype)
+        self._oracle = Backend(mx.float32, backend.cache_dtype, backend.kv_bits)
         self._dim = head_dim
         self._key = mx.random.key(0)
 
@@ -172,11 +173,13 @@ def _error(got: Array, expected: mx.array) -> float:
 
 def main() -> int:
     """Print the findings as they come. Returns 1 if something is wrong."""
-    anything_wrong = False
+    wrong = []
     for finding in examine():
         mark = "WRONG" if finding.is_wrong else "   ok"
         print(f"{mark}  {finding.subject}: {finding.text}", flush=True)
         if finding.remedy:
             print(f"       {finding.remedy}")
-        anything_wrong |= finding.is_wrong
-    return int(anything_wrong)
+        if finding.is_wrong:
+            wrong.append(finding.subject)
+    print(f"Not well: {', '.join(wrong)}." if wrong else "All well.")
+    return int(bool(wrong))
