@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -148,7 +149,8 @@ def _check_name(model: str) -> None:
 
 def _screen(options: argparse.Namespace, chosen: Settings) -> int:
     ctrl_c = _CtrlC()
-    _require_mlx()
+    if not _finds_mlx():
+        _require_mlx()
     from tqchat.chat.errors import ChatError
     from tqchat.tui.app import run
 
@@ -274,6 +276,14 @@ def _typed(check: Check) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
+
+
+def _finds_mlx() -> bool:
+    """Whether MLX and a backend's library lie where they usually do: to look takes less time than
+    to import them, and the first frame waits for it."""
+    found = find_spec("mlx")
+    places = found.submodule_search_locations or [] if found else []
+    return any(list(Path(place, "lib").glob("libmlx.*")) for place in places)
 
 
 def _require_mlx() -> None:
