@@ -1,6 +1,8 @@
 """The codecs that the cache's own is compared with: what they lose and take, by their papers."""
 
 import math
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 from numpy.typing import NDArray
 
-from tests.emulator import EmulatedKernel, lint, why_not
+from tests.emulator import EmulatedKernel, KernelError, lint, why_not
 from tqchat.kernels import codec
 from tqchat.kernels.codecs import CODECS, metal
 from tqchat.kernels.codecs.base import group, pack, unpack
@@ -308,14 +310,14 @@ def test_turboquants_products_are_not_shrunk(bits: int) -> None:
 # Metal
 
 
-emulated = pytest.mark.skipif(
-    not mx.metal.is_available() and bool(why_not()), reason=why_not() or "there is a GPU"
-)
+ON_GPU = mx.metal.is_available()
+needs_kernels = pytest.mark.skipif(not ON_GPU and bool(why_not()), reason=why_not())
+emulated = pytest.mark.skipif(ON_GPU or bool(why_not()), reason=why_not() or "there is a GPU")
 made: dict[str, EmulatedKernel] = {}
 
 
-def emulate(name: str, *parts: object) -> object:
-    if mx.metal.is_available():
+def emulate(name: str, *parts: Any) -> Any:
+    if ON_GPU:
         return mx.fast.metal_kernel(name, *parts)
     made[name] = EmulatedKernel(name, *parts, checked=True, orders=(0, 1))
     return made[name]
@@ -323,52 +325,126 @@ def emulate(name: str, *parts: object) -> object:
 
 def check_text(name: str) -> None:
     """Address spaces, which the emulator does not know, are right in the text of the last run."""
-    if not mx.metal.is_available():
+    if not ON_GPU:
         text = made[name].generated
         assert lint(text.source, text.name, text.template_arguments) == ""
 
 
-@emulated
-@pytest.mark.parametrize(
-    ("head_dim", "n_heads", "n_kv_heads", "query_bits"),
-    [(64, 6, 2, 8), (128, 8, 1, 8), (32, 1, 1, 1), (64, 3, 1, 1)],
-)
-def test_metal_qjl_scores(head_dim: int, n_heads: int, n_kv_heads: int, query_bits: int) -> None:
+def relative_error(found: mx.array, expected: Floats) -> float:
+    error = np.abs(float64(found) - expected.reshape(found.shape)).max()
+    return float(error / np.abs(expected).max())
+
+
+def qjl_error(
+    head_dim: int, n_heads: int, n_kv_heads: int, query_bits: int, make: Any = emulate
+) -> float:
     chosen = QJL(3, query_bits)
     k, q = random(n_kv_heads, 96, head_dim, seed=1), random(n_heads, 1, head_dim, seed=2)
     state = chosen.encode(k)
     rows = group(q, n_kv_heads) @ gaussian(head_dim, 3 * head_dim)
     planes, step = bit_planes(rows, query_bits)
-    found = metal.qjl_scores(planes, step, *state, unbiased(3 * head_dim), emulate)
-    expected = float64(chosen.scores(q, state)).reshape(found.shape)
-    assert np.abs(float64(found) - expected).max() < 1e-5 * np.abs(expected).max()
-    check_text("tqchat_qjl_scores")
+    found = metal.qjl_scores(planes, step, *state, unbiased(3 * head_dim), make)
+    return relative_error(found, float64(chosen.scores(q, state)))
 
 
-@emulated
-@pytest.mark.parametrize(
-    ("bits", "head_dim", "n_heads", "n_kv_heads"),
-    [(2, 32, 1, 1), (3, 64, 9, 1), (4, 128, 8, 1), (5, 64, 6, 2)],
-)
-def test_metal_polarquant_scores(bits: int, head_dim: int, n_heads: int, n_kv_heads: int) -> None:
+def polarquant_error(
+    bits: int, head_dim: int, n_heads: int, n_kv_heads: int, make: Any = emulate
+) -> float:
     chosen = PolarQuant(bits)
     k, q = random(n_kv_heads, 160, head_dim, seed=1), random(n_heads, 2, head_dim, seed=2)
     state = chosen.encode(k)
     rotated = group(q, n_kv_heads) @ rotation(head_dim)
-    found = metal.polarquant_scores(rotated, *state, chosen.tables(), emulate)
+    found = metal.polarquant_scores(rotated, *state, chosen.tables(), make)
     expected = float64(rotated) @ float64(chosen.decode_rotated(state)).swapaxes(1, 2)
-    assert np.abs(float64(found) - expected).max() < 1e-5 * np.abs(expected).max()
+    return relative_error(found, expected)
+
+
+def turboquant_error(
+    bits: int, head_dim: int, dtype: mx.Dtype = mx.float32, make: Any = emulate
+) -> float:
+    chosen = TurboQuant(bits)
+    words, lengths = chosen.encode(random(2, 64, head_dim, seed=1))
+    found = metal.turboquant_decode(words, lengths, chosen.codebook(head_dim), dtype, make)
+    values = np.array(chosen.codebook(head_dim))[np.array(unpack(words))]
+    expected = mx.array(values * np.array(lengths, np.float32)[..., None]).astype(dtype)
+    return relative_error(found, float64(expected))
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(64, 6, 2, 8), (128, 8, 1, 8), (32, 1, 1, 1), (64, 3, 1, 1)])
+def test_metal_qjl_scores(shape: tuple[int, int, int, int]) -> None:
+    assert qjl_error(*shape) < 1e-5
+    check_text("tqchat_qjl_scores")
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(2, 32, 1, 1), (3, 64, 9, 1), (4, 128, 8, 1), (5, 64, 6, 2)])
+def test_metal_polarquant_scores(shape: tuple[int, int, int, int]) -> None:
+    assert polarquant_error(*shape) < 1e-5
     check_text("tqchat_polarquant_scores")
 
 
-@emulated
+@needs_kernels
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("bits", "head_dim"), [(1, 64), (2, 512), (3, 96), (4, 128)])
-def test_metal_turboquant_decode(bits: int, head_dim: int, dtype: mx.Dtype) -> None:
-    chosen = TurboQuant(bits)
-    words, lengths = chosen.encode(random(2, 64, head_dim, seed=1))
-    found = metal.turboquant_decode(words, lengths, chosen.codebook(head_dim), dtype, emulate)
-    values = np.array(chosen.codebook(head_dim))[np.array(unpack(words))]
-    expected = mx.array(values * np.array(lengths, np.float32)[..., None]).astype(dtype)
-    assert mx.array_equal(found, expected)
+@pytest.mark.parametrize("shape", [(1, 64), (2, 512), (3, 96), (4, 128)])
+def test_metal_turboquant_decode(shape: tuple[int, int], dtype: mx.Dtype) -> None:
+    assert turboquant_error(*shape, dtype) == 0
     check_text("tqchat_turboquant_decode")
+
+
+@emulated
+def test_keys_are_loaded_once_for_all_query_heads() -> None:
+    qjl_error(128, 8, 1, 8)
+    traffic = made["tqchat_qjl_scores"].report.traffic
+    assert traffic["words"].read == 96 * 3 * 128 / 8
+    assert traffic["lengths"].read == 96 * 2
+    polarquant_error(4, 128, 4, 1)
+    traffic = made["tqchat_polarquant_scores"].report.traffic
+    # A word holds a bit of 32 tokens, each served by another lane of one simdgroup.
+    assert traffic["first"].read == 32 * traffic["first"].distinct_read
+    assert traffic["radii"].read <= 8 * traffic["radii"].distinct_read
+
+
+QJL_CASE = partial(qjl_error, 64, 6, 2, 8)
+POLARQUANT_CASE = partial(polarquant_error, 4, 64, 9, 1)
+TURBOQUANT_CASE = partial(turboquant_error, 3, 64)
+MUTATIONS = {
+    "XOR for XNOR": ("popcount(~(", "popcount((", QJL_CASE),
+    "bit planes of one weight": ("(1 << bit)", "1", QJL_CASE),
+    "signs of another key": ("words[key * WORDS + w]", "words[token * WORDS + w]", QJL_CASE),
+    "length of another key": ("lengths[key]", "lengths[token]", QJL_CASE),
+    "step of another row": ("steps[row]", "steps[row % n_rows]", QJL_CASE),
+    "cosine for sine": ("turns[turn].y", "turns[turn].x", POLARQUANT_CASE),
+    "bit of another token": ("token % 32;", "token / 32 % 32;", POLARQUANT_CASE),
+    "codebook of another level": ("codes += 1 << UPPER_BITS;", "", POLARQUANT_CASE),
+    "angles of another level": ("angle += width * GROUPS;", "", POLARQUANT_CASE),
+    "angles of another group": ("(angle + width * g + i)", "(angle + i)", POLARQUANT_CASE),
+    "radius of another group": ("radius[g]", "radius[0]", POLARQUANT_CASE),
+    "codes of another block": ("(block * D + channel)", "channel", TURBOQUANT_CASE),
+    "order of bits": ("<< i;", "<< (BITS - 1 - i);", TURBOQUANT_CASE),
+    "length of another token": ("lengths[token]", "lengths[32 * block]", TURBOQUANT_CASE),
+}
+
+
+def mutated(before: str, after: str) -> Any:
+    def edit(text: str) -> str:
+        assert text.count(before) == 1
+        return text.replace(before, after)
+
+    return partial(EmulatedKernel, checked=True, edit=edit)
+
+
+@emulated
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_are_caught(mutation: str) -> None:
+    before, after, error = MUTATIONS[mutation]
+    assert error(make=mutated(before, after)) > 1e-3
+
+
+@emulated
+def test_a_missing_barrier_and_a_row_too_many_are_caught() -> None:
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    with pytest.raises(KernelError, match=r"DATA RACE|UNINITIALISED"):
+        POLARQUANT_CASE(make=mutated(barrier, ""))
+    with pytest.raises(KernelError, match=r"OUT OF BOUNDS|DATA RACE"):
+        POLARQUANT_CASE(make=mutated("if (first_row + r < n_rows)", ""))

@@ -302,13 +302,14 @@ def test_any_length(
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 1000, 4097])
-def test_awkward_lengths(length: int) -> None:
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_awkward_lengths(length: int, kv_bits: int) -> None:
     """Sink, sealed blocks and tail as the cache divides so many tokens, and the new one."""
     n_sink = min(SINK, length)
     n_blocks = max(0, (length - n_sink - 64) // BLOCK)
     n_tail = length - n_sink - BLOCK * n_blocks
     Problem(64, 3, 1, n_blocks, n_tail + 1 if length >= SINK else 0,
-            n_sink if length >= SINK else n_sink + 1).check()  # fmt: skip
+            n_sink if length >= SINK else n_sink + 1, kv_bits=kv_bits).check()  # fmt: skip
 
 
 def test_large_scores() -> None:
