@@ -36,6 +36,15 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+GEMMA3 = {"model_type": "gemma3_text"}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 DAMAGED: list[tuple[dict[str, Any], str]] = [
     *(({"num_hidden_layers": n}, "num_hidden_layers") for n in (0, 1025, 2**31 - 1, "4")),
     *(({"rope_scaling": YARN | {key: x}}, key) for key in [*YARN][1:] for x in NO_NUMBERS),
@@ -58,6 +67,30 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     *((EXPERTS | {"num_experts": x}, "num_experts") for x in (0, None, "8")),
     (EXPERTS | {"num_experts_per_tok": 9}, "9 of 8 experts"),
     (EXPERTS | {"mlp_only_layers": "all"}, "mlp_only_layers"),
+    *((GEMMA3 | {"query_pre_attn_scalar": x}, "query_pre_attn_scalar") for x in NO_NUMBERS),
+    (GEMMA3 | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers"),
+    *((GEMMA3 | {"sliding_window_pattern": x}, "sliding_window_pattern") for x in (0, "6", -6)),
+    *(
+        (family | {"layer_types": x}, "layer_types")
+        for family in (GEMMA3, GEMMA4, GPT_OSS)
+        for x in ("full_attention", [], [{}] * 3, ["linear_attention"] * 3, 7)
+    ),
+    *((GEMMA4 | {"num_kv_shared_layers": x}, "num_kv_shared_layers") for x in (-1, "1", [1], True)),
+    *((GEMMA4 | {"num_kv_shared_layers": x}, "cannot share") for x in (2, 3, 99)),
+    *((GEMMA4 | {"global_head_dim": x}, "are not supported") for x in (16, 48, 1024)),
+    *((GEMMA4 | {"global_head_dim": x}, "global_head_dim") for x in (0, -64, "64")),
+    (GEMMA4 | {"num_global_key_value_heads": 3}, "3 KV heads"),
+    *((GEMMA4 | {"final_logit_softcapping": x}, "softcapping") for x in ("30", -1, [1], NAN)),
+    *((GEMMA4 | {"hidden_size_per_layer_input": x}, "per_layer_input") for x in ("8", -8, [8])),
+    *((GEMMA4 | GEMMA4_EXPERTS | {"num_experts": x}, "num_experts") for x in (0, None, "8")),
+    (GEMMA4 | GEMMA4_EXPERTS | {"top_k_experts": 5}, "5 of 4 experts"),
+    (GEMMA4 | GEMMA4_EXPERTS, "moe_intermediate_size"),
+    *(
+        (GEMMA4 | {"rope_parameters": {"full_attention": x}}, "full_attention")
+        for x in (3, "a", [1])
+    ),
+    *((GPT_OSS | {"num_local_experts": x}, "num_local_experts") for x in (0, None, "8")),
+    (GPT_OSS | {"num_experts_per_tok": 5}, "5 of 4 experts"),
     *(({"model_type": "ministral3", "rope_parameters": x}, "llama_4") for x in ({}, {"a": 1})),
     *(({"head_dim": n}, "even numbers from 32 to 512") for n in (1, 8, 30, 81, 514)),
     *(({"model_type": kind}, "model type") for kind in (["llama"], {"a": 1}, None, 3, "bert")),

@@ -9,6 +9,7 @@ import mlx.core as mx
 from tqchat.kernels import Array, Backend
 from tqchat.models.config import Config
 from tqchat.models.decoder import Decoder, DecoderConfig, Progress
+from tqchat.models.errors import ModelError
 from tqchat.models.layers import MLP, Attention, LayerCache, RMSNorm, RoPE
 from tqchat.models.rope import Rotation, rotation
 from tqchat.models.weights import Weights
@@ -32,11 +33,12 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """`rotation` is that of layers which see everything, `local_rotation` of those with a window.
+    """`rotation` is that of layers which see everything, `local_rotation` of the `sliding` ones.
 
     scale: of attention's scores.
     """
 
+    sliding: tuple[bool, ...]
     local_rotation: Rotation
     scale: float
 
@@ -44,18 +46,35 @@ class Gemma3Config(DecoderConfig):
     def parse(cls, config: Config) -> Self:
         given = {key: value for key, value in config.items() if value is not None}
         config = Config(config.name, _DEFAULTS | given)
-        if "layer_types" not in config:
-            period = config.integer("sliding_window_pattern")
-            config["layer_types"] = layer_types(config.integer("num_hidden_layers"), period)
+        sliding = read_sliding(config, config.integer("sliding_window_pattern"))
         full, local = read_rotations(config, config.integer("head_dim"))
-        scale = config.number("query_pre_attn_scalar") ** -0.5
-        return cls.read(config, rotation=full, local_rotation=local, scale=scale)
+        return cls.read(
+            config,
+            sliding=sliding,
+            rotation=full,
+            local_rotation=local,
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+        )
 
 
-def layer_types(n_layers: int, period: int) -> list[str]:
-    """Each `period`-th layer sees everything."""
-    kinds = ("sliding_attention", "full_attention")
-    return [kinds[(i + 1) % period == 0] for i in range(n_layers)]
+def read_sliding(config: Config, period: int) -> tuple[bool, ...]:
+    """Whether each layer has a window: by `layer_types`, which is filled in where it is missing;
+    each `period`-th layer sees everything. Raises ModelError."""
+    n_layers = config.integer("num_hidden_layers")
+    names = ("full_attention", "sliding_attention")
+    if config.get("layer_types") is None:
+        config["layer_types"] = [names[(i + 1) % period != 0] for i in range(n_layers)]
+    kinds = config["layer_types"]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != n_layers
+        or any(kind not in names for kind in kinds)
+    ):
+        raise ModelError(
+            f"{config.name}: 'layer_types' in config.json is not a list of {n_layers} times "
+            "full_attention or sliding_attention. Choose another model."
+        )
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def read_rotations(config: Config, head_dim: int) -> tuple[Rotation, Rotation]:
@@ -112,7 +131,7 @@ class Gemma3(Decoder[Gemma3Config]):
         return self.make_attention(
             weights,
             prefix,
-            rope=self.rope if c.kv_layers[i].window is None else self.local_rope,
+            rope=self.local_rope if c.sliding[i] else self.rope,
             scale=c.scale,
             q_norm=self.make_norm(weights, f"{prefix}.q_norm", c.head_dim),
             k_norm=self.make_norm(weights, f"{prefix}.k_norm", c.head_dim),

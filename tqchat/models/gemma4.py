@@ -12,7 +12,7 @@ from tqchat.kernels import Array, Backend
 from tqchat.models.config import Config
 from tqchat.models.decoder import HEAD_DIMS, Decoder, DecoderConfig, Progress
 from tqchat.models.errors import ModelError
-from tqchat.models.gemma3 import layer_types, read_rotations
+from tqchat.models.gemma3 import read_rotations, read_sliding
 from tqchat.models.kv import KVLayer
 from tqchat.models.layers import MLP, LayerCache, Linear, RMSNorm, RoPE
 from tqchat.models.rope import Rotation
@@ -101,12 +101,9 @@ class Gemma4Config(DecoderConfig):
     def parse(cls, config: Config) -> Self:
         given = {key: value for key, value in config.items() if value is not None}
         config = Config(config.name, _DEFAULTS | given)
-        n_layers = config.integer("num_hidden_layers")
-        if "layer_types" not in config:
-            config["layer_types"] = layer_types(n_layers, 6)
         full, _ = read_rotations(config, config.integer("global_head_dim"))
         _, local = read_rotations(config, config.integer("head_dim"))
-        layers, kv_layers = _read_layers(config, n_layers)
+        layers, kv_layers = _read_layers(config, read_sliding(config, 6))
         softcap = config.get("final_logit_softcapping")
         n_experts = config.integer("num_experts") if config.get("enable_moe_block") else 0
         top_k = config.integer("top_k_experts") if n_experts else 0
@@ -129,34 +126,23 @@ class Gemma4Config(DecoderConfig):
 
 
 def _read_layers(
-    config: Config, n_layers: int
+    config: Config, sliding: Sequence[bool]
 ) -> tuple[tuple[LayerShape, ...], tuple[KVLayer, ...]]:
     """All layers, and the caches of those that have one. Raises ModelError."""
-    kinds = config["layer_types"]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != n_layers
-        or any(kind not in ("sliding_attention", "full_attention") for kind in kinds)
-    ):
-        raise ModelError(
-            f"{config.name}: 'layer_types' in config.json is not a list of {n_layers} times "
-            "full_attention or sliding_attention. Choose another model."
-        )
     n_shared = config.integer("num_kv_shared_layers") if config.get("num_kv_shared_layers") else 0
-    n_own = n_layers - n_shared
-    if n_own < 1 or not set(kinds[n_own:]) <= set(kinds[:n_own]):
+    n_own = len(sliding) - n_shared
+    if n_own < 1 or not set(sliding[n_own:]) <= set(sliding[:n_own]):
         raise ModelError(
-            f"{config.name}: {n_shared} of {n_layers} layers cannot share what the others hold."
+            f"{config.name}: {n_shared} of {len(sliding)} layers cannot share what the others hold."
         )
     n_heads, window = config.integer("num_attention_heads"), config.integer("sliding_window")
     k_is_v = bool(config.get("attention_k_eq_v"))
     layers = []
-    for i, kind in enumerate(kinds):
-        sliding = kind == "sliding_attention"
+    for i, is_sliding in enumerate(sliding):
         n_kv_heads = config.integer("num_key_value_heads")
-        if k_is_v and not sliding:
+        if k_is_v and not is_sliding:
             n_kv_heads = config.integer("num_global_key_value_heads", n_kv_heads)
-        head_dim = config.integer("head_dim" if sliding else "global_head_dim")
+        head_dim = config.integer("head_dim" if is_sliding else "global_head_dim")
         least, most = HEAD_DIMS
         if n_heads % n_kv_heads or head_dim % 32 or not least <= head_dim <= most:
             raise ModelError(
@@ -168,10 +154,16 @@ def _read_layers(
             inner *= 2
         cache = min(i, n_own - 1)
         if i >= n_own:
-            cache = max(j for j in range(n_own) if kinds[j] == kind)
+            cache = max(j for j in range(n_own) if sliding[j] == is_sliding)
         layers.append(
             LayerShape(
-                n_kv_heads, head_dim, sliding, k_is_v and not sliding, cache, i < n_own, inner
+                n_kv_heads=n_kv_heads,
+                head_dim=head_dim,
+                sliding=is_sliding,
+                k_is_v=k_is_v and not is_sliding,
+                cache=cache,
+                owns=i < n_own,
+                intermediate_size=inner,
             )
         )
     kv_layers = [

@@ -10,7 +10,7 @@ from tqchat.kernels import Backend
 from tqchat.models.config import Config
 from tqchat.models.decoder import Decoder, DecoderConfig, Progress
 from tqchat.models.errors import ModelError
-from tqchat.models.gemma3 import layer_types
+from tqchat.models.gemma3 import read_sliding
 from tqchat.models.layers import Attention, MoE
 from tqchat.models.weights import Weights
 
@@ -31,8 +31,7 @@ class GptOssConfig(DecoderConfig):
     @classmethod
     def parse(cls, config: Config) -> Self:
         config = Config(config.name, dict(config))
-        if config.get("layer_types") is None:
-            config["layer_types"] = layer_types(config.integer("num_hidden_layers"), 2)
+        read_sliding(config, 2)
         n_experts = config.integer("num_local_experts")
         top_k = config.integer("num_experts_per_tok")
         if top_k > n_experts:
