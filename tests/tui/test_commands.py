@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from textual.command import CommandPalette
 
 from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
-from tqchat import library
+from tqchat import library, settings
 from tqchat.chat import sessions
 from tqchat.engine.events import Sampling
 from tqchat.library import Offer
+from tqchat.settings import Settings
+from tqchat.tui.app import ChatApp
 from tqchat.tui.commands import COMMANDS, completions, readme_table
 from tqchat.tui.screens.models import ModelPicker
 from tqchat.tui.screens.text import TextView
@@ -314,3 +317,68 @@ async def test_plan_is_a_screen(engine: FakeEngine, monkeypatch: pytest.MonkeyPa
         await screen.command("/plan")
         await screen.until(lambda: isinstance(screen.app.screen, TextView))
         await screen.shows("Memory by context length", "int4: 12 GiB at 128K")
+
+
+# What is said about commands and keys
+
+
+async def test_a_wrong_command_stays_in_the_prompt_and_the_hint_is_whole(
+    engine: FakeEngine,
+) -> None:
+    async with chat(engine, size=(80, 24)) as screen:
+        await screen.command("/contnue with some more words")
+        hint = "No command /contnue. Did you mean /continue? (A space before it sends it as text.)"
+        await screen.until(lambda: hint in " ".join(screen.screen_text.split()))
+        assert screen.prompt.text == "/contnue with some more words"
+
+
+def keys_end_with(screen: Chat, word: str) -> bool:
+    return screen.screen_text.split("\n")[-1].endswith(f" {word}")
+
+
+async def test_the_line_of_keys_ends_with_a_whole_word(engine: FakeEngine) -> None:
+    async with chat(engine, size=(80, 24)) as screen:
+        await screen.send("tell me")
+        engine.say("line\n\n" * 60)
+        await screen.until(lambda: screen.app.conversation.max_scroll_y > 30)
+        await screen.pilot.press("pageup")
+        await screen.shows("^End newest")
+        for width, last in ((80, "figures"), (60, "line"), (40, "send"), (28, "newest")):
+            await screen.pilot.resize_terminal(width, 24)
+            await screen.until(partial(keys_end_with, screen, last))
+
+
+async def test_ctrl_q_leaves(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.pilot.press("ctrl+q")
+        await screen.until(lambda: not screen.app.is_running)
+    assert screen.app.return_value == 0
+
+
+async def test_keys_that_scroll(engine: FakeEngine) -> None:
+    async with chat(engine, size=(100, 24)) as screen:
+        await screen.exchange("tell me", "line\n\n" * 60)
+        view = screen.app.conversation
+        await screen.until(lambda: view.scroll_offset.y == view.max_scroll_y > 30)
+        for key, moved in (
+            ("pageup", lambda before, now: now < before),
+            ("pagedown", lambda before, now: now > before),
+            ("ctrl+home", lambda before, now: now == 0),
+            ("ctrl+end", lambda before, now: now == view.max_scroll_y),
+        ):
+            before = view.scroll_offset.y
+            await screen.pilot.press(key)
+            await screen.until(partial(lambda b, m: m(b, view.scroll_offset.y), before, moved))
+
+
+async def test_a_theme_is_remembered(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        screen.app.theme = "tq-light"
+        await screen.until(lambda: settings.read() == {"theme": "tq-light"})
+
+
+async def test_a_theme_that_is_not_there_is_said(engine: FakeEngine) -> None:
+    app = ChatApp(engine.open, Settings(theme="no-such-theme"))
+    async with app.run_test(size=(100, 40)) as pilot:
+        await Chat(app, engine, pilot).shows("There is no theme no-such-theme")
+    app.close_engine()

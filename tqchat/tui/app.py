@@ -20,6 +20,7 @@ from tqchat import settings as settings_file
 from tqchat.chat.sessions import Session
 from tqchat.settings import Settings, SettingsError
 from tqchat.tui import clipboard, themes, welcome
+from tqchat.tui.ascii import AsciiFilter, has_unicode
 from tqchat.tui.attaching import Attaching
 from tqchat.tui.choosing import Choosing
 from tqchat.tui.commands import COMMANDS, Call, Command, Unknown, find
@@ -44,6 +45,7 @@ TICK_S = 0.1
 IDLE_TICK_S = 0.4
 _FIGURES_S = 0.5
 _HINT_S = 4.0
+_READ_PER_S = 40  # characters
 # The share of a core that drawing an answer may take: on a CPU the model does without it.
 _DRAWING_SHARE = 0.04
 _LONGEST_UNDRAWN_S = 0.5
@@ -119,7 +121,8 @@ class ChatApp(App[int]):
         for one in found:
             self.register_theme(one)
         self._theme_faults = [*faults]
-        theme = settings.theme or themes.DARK
+        self._ascii = None if has_unicode() else AsciiFilter()
+        theme = settings.theme or themes.default(self.console.color_system)
         if theme not in self.available_themes:
             self._theme_faults.append(f"There is no theme {theme}: /theme lists them.")
             theme = themes.DARK
@@ -173,7 +176,8 @@ class ChatApp(App[int]):
         """Without the one for colours of 16-colour terminals: themes for those have none other,
         all others none, and it would look at every piece of every line."""
         filters = super().get_line_filters()
-        return [one for one in filters if not isinstance(one, ANSIToTruecolor)]
+        kept = [one for one in filters if not isinstance(one, ANSIToTruecolor)]
+        return kept if self._ascii is None else [*kept, self._ascii]
 
     def _keep_theme(self, theme: Theme) -> None:
         try:
@@ -283,7 +287,7 @@ class ChatApp(App[int]):
 
     def hint(self, text: str) -> None:
         """A passing line above the prompt; an empty one ends the last."""
-        self._hint = (text, monotonic() + _HINT_S)
+        self._hint = (text, monotonic() + _HINT_S + len(text) / _READ_PER_S)
         self._draw_bars()
 
     # Keys

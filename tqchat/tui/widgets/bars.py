@@ -89,7 +89,9 @@ class Activity(Static):
     def _put(self, line: Content) -> None:
         if not line.is_same(self._shown):
             self._shown = line
-            self.update(line, layout=False)
+            # A hint alone may take more than one row; all else costs no layout.
+            grows = line.cell_length > self.content_size.width
+            self.update(line, layout=grows or self.size.height > 1)
 
     def _spinner(self) -> tuple[str, str]:
         return f"{_SPINNER[self._frame]} ", "$primary"
@@ -119,10 +121,19 @@ class KeyHints(Static):
         self._keys: Sequence[tuple[str, str]] = ()
 
     def draw(self, keys: Sequence[tuple[str, str]]) -> None:
-        if keys == self._keys:
-            return
-        self._keys = keys
-        parts: list[tuple[str, str]] = []
-        for key, meaning in keys:
-            parts += [(key, "$primary"), (f" {meaning}   ", "$text-muted")]
-        self.update(Content.assemble(*parts), layout=False)
+        if keys != self._keys:
+            self._keys = keys
+            self._draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        """The first ones, as many as there is room for."""
+        line, gap = EMPTY, ""
+        for key, meaning in self._keys:
+            one = Content.assemble(gap, (key, "$primary"), (f" {meaning}", "$text-muted"))
+            if line.cell_length + one.cell_length > self.content_size.width:
+                break
+            line, gap = line + one, "   "
+        self.update(line, layout=False)
