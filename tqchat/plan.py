@@ -114,6 +114,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "model": report.name,
         "kv": report.kv,
         "weights_bytes": report.weights,
+        "kv_token_bytes": plan.token_bytes(report.shape, report.kv),
         "limit_bytes": report.limit.default,
         "raised_limit_bytes": report.limit.raised,
         "trained_context": report.shape.context,
@@ -138,8 +139,10 @@ def text(report: Report) -> str:
     with console.capture() as capture:
         console.print(table)
     beyond = ", more than it was trained for" if report.longest > report.shape.context else ""
+    token = bytes_text(plan.token_bytes(report.shape, report.kv))
     parts = [
-        f"{report.name}: weights {bytes_text(report.weights)}, limit {bytes_text(limit.default)}",
+        f"{report.name}: weights {bytes_text(report.weights)}, KV {token} a token, "
+        f"limit {bytes_text(limit.default)}",
         *(line.rstrip() for line in capture.get().splitlines()),
         f"The largest context that fits: {report.longest:,} tokens{beyond}.",
     ]

@@ -58,6 +58,7 @@ def test_plan_gives_weights_kv_and_context(
     whole = figures["rows"][-1]
     assert (figures["trained_context"], whole["context"]) == (context, context)
     assert whole["kv_fp16_bytes"] == context * token
+    assert figures["kv_token_bytes"] == token * 5 / 16
     # 5 bits instead of 16, but for the newest 159 tokens at most and the first 4.
     assert 0 <= whole["kv_bytes"] - context * token * 5 / 16 <= 163 * token
     # By hand for Qwen2.5 7B: (60.1 - 15.2) GB / 17,920 bytes = 2.5 million tokens; room to grow
@@ -68,7 +69,9 @@ def test_plan_gives_weights_kv_and_context(
 
 @pytest.mark.parametrize("folder", ["mistral-7b-v0.1"], indirect=True)
 def test_windows_bound_the_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = planned(folder, capsys)["rows"][-1]
+    figures = planned(folder, capsys)
+    assert figures["kv_token_bytes"] == 0
+    whole = figures["rows"][-1]
     assert whole["context"] == 32768
     # 32 layers * 8 heads * 128 * 4 = 131,072 bytes a token, of a window of 4,096 and some more
     # that can be taken back.

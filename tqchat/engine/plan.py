@@ -1,8 +1,7 @@
 """How much memory a model needs at a context length, before anything is loaded.
 
-Sums of bytes: weights as stored, the KV cache with the room it grows into, and the largest
-transient (one layer's past written out for prefill or its cache being copied as it grows, a
-chunk's activations, one token's logits).
+Sums of bytes: weights as stored, the KV cache with the room it has for more, and the largest
+transient (one layer's past written out for prefill, a chunk's activations, one token's logits).
 """
 
 from dataclasses import dataclass
@@ -51,10 +50,15 @@ def kv_bytes(shape: Shape, context: int, kv: KVKind) -> int:
     return sum(_layer_bytes(layer, context, kv) for layer in shape.kv_layers)
 
 
+def token_bytes(shape: Shape, kv: KVKind) -> int:
+    """What a token more takes in the end, when windows have passed and the tail is full."""
+    long = 1 << 22
+    return (kv_bytes(shape, long + BLOCK, kv) - kv_bytes(shape, long, kv)) // BLOCK
+
+
 def need(shape: Shape, weights: int, context: int, kv: KVKind, prefill: Prefill) -> Need:
     """What `context` tokens take, read as `prefill` says. `weights`: bytes as stored."""
-    layers = [_layer_bytes(layer, context, kv) for layer in shape.kv_layers]
-    cache = sum(layers)
+    cache = kv_bytes(shape, context, kv)
     past = 0
     if kv in CODE_BITS:
         past = prefill.past_bytes * max(_elements(x) * _held(x, context) for x in shape.kv_layers)
@@ -65,7 +69,7 @@ def need(shape: Shape, weights: int, context: int, kv: KVKind, prefill: Prefill)
     if past and any(x.head_dim not in FUSED_HEAD_DIMS for x in shape.kv_layers):
         # Before the softmax and after it.
         scores = 2 * min(SCORES_BYTES, 4 * shape.n_heads * tokens * context)
-    transient = max(past + scores, max(layers)) + activations + 4 * shape.vocab_size
+    transient = past + scores + activations + 4 * shape.vocab_size
     total = weights + cache + cache // GROWTH_SHARE + transient
     return Need(context, kv_bytes(shape, context, "fp16"), cache, transient, total)
 
