@@ -1,10 +1,11 @@
 """How a KV cache lies in memory.
 
-Positions 0 to SINK - 1 stay in 16 bits. Then come sealed int4 blocks: block b holds positions
-SINK + BLOCK * b to SINK + BLOCK * b + BLOCK - 1 and is never rewritten. The newest TAIL_MIN to
-TAIL_MAX tokens wait in a 16-bit tail.
+Positions 0 to SINK - 1 stay in 16 bits. Then come sealed blocks of codes of 4 bits or 3: block b
+holds positions SINK + BLOCK * b to SINK + BLOCK * b + BLOCK - 1 and is never rewritten. The newest
+TAIL_MIN to TAIL_MAX tokens wait in a 16-bit tail.
 
-A sealed block is one tile per KV head, 10 * head_dim words of 32 bits (5 bits per element):
+A sealed block is one tile per KV head, with 4 bits 10 * head_dim words of 32 bits (5 bits per
+element):
 
     words                    what
     0        .. 4 head_dim   K codes: token t, channels 8 w to 8 w + 7 in word t * head_dim / 8 + w

@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tqchat.kernels import codec
-from tqchat.kernels.cuda.backend import CUDA
+from tqchat.kernels import Backend, KVView, codec
+from tqchat.kernels.cuda.backend import CUDA, PlainCacheCUDA
 
 
 def canonical_tiles(head_dim: int, heads: int = 2, blocks: int = 3) -> mx.array:
@@ -59,3 +59,19 @@ def test_where_codes_and_parameters_lie() -> None:
                     word = int(canonical[9 * dim + (8 * p + 2 * j + high) * groups + group])
                     assert halves[2 * 9 * dim + at] == word & 0xFFFF
                     assert halves[2 * 9 * dim + dim + at] == word >> 16
+
+
+def test_codes_of_3_bits_do_without_kernels() -> None:
+    """MLX's own operations on the cache, which any device has."""
+    ours, oracle = PlainCacheCUDA(mx.float32), Backend(mx.float32, kv_bits=3)
+    k, v, new_k, new_v = mx.random.normal((4, 2, 64, 64), key=mx.random.key(1))
+    tiles = oracle.seal(k, v)
+    assert mx.array_equal(ours.to_canonical(ours.seal(k, v)), tiles)
+    assert mx.array_equal(ours.from_canonical(tiles), tiles)
+    view = KVView(k[:, :4], v[:, :4], tiles, new_k, new_v, 4, 2, 9)
+    q = mx.random.normal((4, 2, 64), key=mx.random.key(2))
+    assert mx.array_equal(ours.attend(q, view, 0.1), oracle.attend(q, view, 0.1))
+    for mine, theirs in zip(ours.gather(view, k, v), oracle.gather(view, k, v), strict=True):
+        assert mx.array_equal(mine, theirs)
+    assert not ours.compiles_steps
+    assert ours.note
