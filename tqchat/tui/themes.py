@@ -8,10 +8,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from textual.color import Color, ColorParseError
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 DARK = "tq-dark"
 LIGHT = "tq-light"
+SIXTEEN = "tq-16"
 
 VARIABLES = {
     "code": "$surface",
@@ -72,6 +73,10 @@ def read(file: Traversable) -> Theme:
         raise ThemeError(f"theme {file.name}: unknown key {unknown[0]!r}")
     values.setdefault("name", file.name.removesuffix(".toml"))
     try:
+        if values.get("ansi"):
+            # What Textual's own style sheets refer to in a theme of the terminal's colours.
+            base = BUILTIN_THEMES["ansi-dark" if values.get("dark", True) else "ansi-light"]
+            values["variables"] = {**base.variables, **values.get("variables", {})}
         theme = Theme(**values)
         for name in _COLOURS:
             _check_colour(name, getattr(theme, name))
@@ -109,6 +114,11 @@ def read_all(folder: Traversable) -> tuple[list[Theme], Sequence[str]]:
 def shipped() -> tuple[list[Theme], Sequence[str]]:
     """The themes that come with the program."""
     return read_all(resources.files("tqchat.themes"))
+
+
+def default(color_system: str | None) -> str:
+    """The theme where none is chosen. `color_system`: what Rich makes of the terminal."""
+    return SIXTEEN if color_system in ("standard", "windows") else DARK
 
 
 def all_themes(folder: Path) -> tuple[list[Theme], list[str]]:
