@@ -28,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="WHAT")
     _decode_arguments(commands.add_parser("decode", help="prefill and decode speed by context"))
     _attention_arguments(commands.add_parser("attention", help="one layer's decode attention"))
+    _memory_arguments(commands.add_parser("memory", help="the KV cache, planned and allocated"))
     _quality_arguments(commands.add_parser("quality", help="what kinds of KV cache cost"))
+    _study_arguments(commands.add_parser("study", help="Open-TQ-Metal's claims, measured again"))
     _ui_arguments(commands.add_parser("ui", help="time from a key to the screen"))
     return made
 
@@ -56,7 +58,7 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("llama-70b", "llama-8b"),
         help="random 4-bit weights of this shape on a GPU, beside mlx-lm: %(choices)s",
     )
-    parser.add_argument("--kv", choices=("int4", "fp16"), default="int4")
+    parser.add_argument("--kv", choices=("int4", "int3", "fp16"), default="int4")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (all it may use)")
     parser.add_argument("--profile", action="store_true", help="split a decode step into shares")
     parser.add_argument("--json", action="store_true")
@@ -175,6 +177,22 @@ def _attention(options: argparse.Namespace) -> int:
     return 0
 
 
+def _memory_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_memory)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the built-in one")
+    parser.add_argument("--contexts", type=_numbers, metavar="N,N,...")
+    _output_arguments(parser)
+
+
+def _memory(options: argparse.Namespace) -> int:
+    from tqchat.bench import memory
+
+    loaded = _loaded(options.model)
+    report = memory.measure(loaded, options.contexts or memory.contexts(loaded))
+    drawn = memory.report_charts(report.as_json())
+    return _put_out(options, report.as_json(), drawn, partial(memory.show, report))
+
+
 def _quality_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_quality)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the built-in one")
@@ -192,6 +210,22 @@ def _quality(options: argparse.Namespace) -> int:
     report = quality.measure(loaded, effort, texts, Console(stderr=True))
     drawn = quality.report_charts(report.as_json())
     return _put_out(options, report.as_json(), drawn, partial(quality.show, report))
+
+
+def _study_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_study)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the built-in one")
+    _output_arguments(parser)
+
+
+def _study(options: argparse.Namespace) -> int:
+    from tqchat.bench import quality, study
+
+    loaded = _loaded(options.model)
+    text = quality.texts(loaded, quality.QUICK, None)[0]
+    report = study.measure(loaded, text, Console(stderr=True))
+    drawn = study.report_charts(report.as_json())
+    return _put_out(options, report.as_json(), drawn, partial(study.show, report))
 
 
 def _ui_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,11 @@ import mlx.core as mx
 import numpy as np
 
 from tqchat.bench.caches import MakeCache, Witness, fp16_cache
-from tqchat.bench.predictions import CHUNK, Progress, make_caches
+from tqchat.bench.predictions import CHUNK, make_caches
+from tqchat.bench.progress import Progress
 from tqchat.bench.schemes import Scheme
-from tqchat.engine.loading import LoadedModel
+from tqchat.kernels import Backend
+from tqchat.models.registry import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +41,32 @@ class LayerError:
 
 
 def measure(
-    loaded: LoadedModel,
+    model: Model,
+    backend: Backend,
     schemes: Sequence[Scheme],
     ids: Sequence[int],
     progress: Progress = lambda share: None,
 ) -> list[LayerError]:
     """`ids`: the text, of a whole number of chunks, and longer than a scheme's tail."""
-    exact = _read(loaded, fp16_cache, ids)
+    exact = _read(model, backend, fp16_cache, ids)
     rows = []
     for done, scheme in enumerate(schemes):
         progress(done / len(schemes))
-        run = _read(loaded, scheme.cache, ids)
+        run = _read(model, backend, scheme.cache, ids)
         for layer, (ours, theirs) in enumerate(zip(exact, run, strict=True)):
-            rows.append(_row(loaded, scheme, layer, ours, cosine(ours.out, theirs.out)))
+            rows.append(_row(scheme, layer, ours, cosine(ours.out, theirs.out)))
     progress(1.0)
     return rows
 
 
-def _read(loaded: LoadedModel, make: MakeCache, ids: Sequence[int]) -> list[Witness]:
-    witnesses = [Witness(cache) for cache in make_caches(loaded, make)]
+def _read(model: Model, backend: Backend, make: MakeCache, ids: Sequence[int]) -> list[Witness]:
+    witnesses = [Witness(cache) for cache in make_caches(model, backend, make)]
     for start in range(0, len(ids), CHUNK):
-        mx.eval(loaded.model(ids[start : start + CHUNK], witnesses))
+        mx.eval(model(ids[start : start + CHUNK], witnesses))
     return witnesses
 
 
-def _row(
-    loaded: LoadedModel, scheme: Scheme, layer: int, exact: Witness, compounded: float
-) -> LayerError:
+def _row(scheme: Scheme, layer: int, exact: Witness, compounded: float) -> LayerError:
     codec, k, v, q = scheme.codec.at_layer(layer), exact.k, exact.v, exact.q
     sink = scheme.kept.sink
     end = sink + scheme.kept.n_encoded(k.shape[1] - q.shape[1] - sink)
@@ -78,19 +79,22 @@ def _row(
         return attention(q, k, v, exact.scale)
 
     exact_out = out(k, v)
-    group = len(q) // len(k)
-    exact_scores = q @ mx.repeat(k[:, past], group, axis=0).swapaxes(1, 2)
     return LayerError(
         scheme.name,
         layer,
         k_error=_relative_error(k[:, past], coded_k[:, past]),
         v_error=_relative_error(v[:, past], coded_v[:, past]),
-        score_correlation=correlation(exact_scores, codec.scores(q, state)),
+        score_correlation=correlation(scores(q, k[:, past]), codec.scores(q, state)),
         cosine=cosine(exact_out, out(coded_k, coded_v)),
         k_cosine=cosine(exact_out, out(coded_k, v)),
         v_cosine=cosine(exact_out, out(k, coded_v)),
         compounded_cosine=compounded,
     )
+
+
+def scores(q: mx.array, k: mx.array) -> mx.array:
+    """Not scaled: (n_heads, queries, tokens) of q (n_heads, queries, head_dim)."""
+    return q @ mx.repeat(k, len(q) // len(k), axis=0).swapaxes(1, 2)
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:

@@ -4,7 +4,7 @@ Texts are fed 32 tokens at a time, through the cache: in one chunk a text never 
 quantised past.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqchat.bench.caches import MakeCache, fp16_cache
+from tqchat.bench.progress import Progress
 from tqchat.engine.cache import KVCache
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import token_id
+from tqchat.kernels import Backend
+from tqchat.models.registry import Model
 
 CHUNK = 32
 FP16 = "fp16"
 
 Floats = NDArray[np.float32]
-
-Progress = Callable[[float], None]
-"""Hears of the share that is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,8 @@ class Prediction:
     greedy_run: float
 
 
-def make_caches(loaded: LoadedModel, make: MakeCache) -> list[KVCache]:
-    layers = enumerate(loaded.model.shape.kv_layers)
-    return [make(loaded.backend, layer, number) for number, layer in layers]
+def make_caches(model: Model, backend: Backend, make: MakeCache) -> list[KVCache]:
+    return [make(backend, layer, number) for number, layer in enumerate(model.shape.kv_layers)]
 
 
 def predictions(
@@ -67,7 +66,9 @@ def predictions(
     scores = {kind: _Scores() for kind in kinds}
     steps, total = 0, sum(len(text.ids) for text in texts) * len(kinds)
     for text in texts:
-        caches = {kind: make_caches(loaded, make) for kind, make in kinds.items()}
+        caches = {
+            kind: make_caches(loaded.model, loaded.backend, make) for kind, make in kinds.items()
+        }
         last: dict[str, mx.array] = {}
         for start in range(0, len(text.ids), CHUNK):
             chunk, targets = text.ids[start : start + CHUNK], text.ids[start + 1 :][:CHUNK]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -10,13 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text as Cell
 
 from tqchat.bench import charts, layers, predictions, retrieval
 from tqchat.bench.layers import LayerError
 from tqchat.bench.predictions import FP16, Prediction, Text
+from tqchat.bench.progress import steps
 from tqchat.bench.retrieval import Found, Tasks
 from tqchat.bench.schemes import CODED, INT4, ORDERING, Scheme
 from tqchat.chat.documents import read_document
@@ -49,7 +48,7 @@ class Effort:
 
 FULL = Effort(
     n_texts=3,
-    text_tokens=1536,
+    text_tokens=1024,
     scored_from=256,
     n_greedy=64,
     layer_schemes=SCHEMES,
@@ -75,13 +74,17 @@ QUICK = Effort(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`bits`: per element of what is encoded, by the scheme's name."""
+    """bits: per element of what is encoded, by the scheme's name.
+
+    left_out: schemes whose codec does not take this model's head_dim
+    """
 
     model: str
     backend: str
     device: str
     texts: dict[str, int]
     bits: dict[str, float]
+    left_out: list[str]
     predictions: list[Prediction]
     layers: list[LayerError]
     found: list[Found]
@@ -93,26 +96,24 @@ class Report:
 def measure(loaded: LoadedModel, effort: Effort, texts: Sequence[Text], console: Console) -> Report:
     """Progress goes to `console`."""
     tasks = list(_tasks(loaded, effort))
-    with _progress(console) as progress:
-
-        def step(name: str) -> predictions.Progress:
-            task = progress.add_task(name, total=1.0)
-            return lambda share: progress.update(task, completed=share)
-
-        steps = [step(name) for name in ("predictions", "layers", "retrieval")]
-        kinds = {scheme.name: scheme.cache for scheme in SCHEMES}
+    bits = {scheme: _bits(loaded, scheme) for scheme in SCHEMES}
+    schemes = [scheme for scheme in SCHEMES if bits[scheme]]
+    with steps(console, "predictions", "layers", "retrieval") as progress:
+        kinds = {scheme.name: scheme.cache for scheme in schemes}
         predicted = predictions.predictions(
-            loaded, kinds, texts, effort.scored_from, effort.n_greedy, steps[0]
+            loaded, kinds, texts, effort.scored_from, effort.n_greedy, progress[0]
         )
         ids = texts[0].ids[: effort.layer_tokens]
-        errors = layers.measure(loaded, effort.layer_schemes, ids, steps[1])
-        found = retrieval.measure(loaded, tasks, steps[2])
+        measured = [scheme for scheme in effort.layer_schemes if scheme in schemes]
+        errors = layers.measure(loaded.model, loaded.backend, measured, ids, progress[1])
+        found = retrieval.measure(loaded, tasks, progress[2])
     return Report(
         model=loaded.info.name,
         backend=loaded.info.backend,
         device=loaded.info.device,
         texts={text.name: len(text.ids) for text in texts},
-        bits={scheme.name: _bits(loaded, scheme) for scheme in SCHEMES},
+        bits={scheme.name: bits[scheme] for scheme in schemes},
+        left_out=[scheme.name for scheme in SCHEMES if scheme not in schemes],
         predictions=predicted,
         layers=errors,
         found=found,
@@ -120,15 +121,12 @@ def measure(loaded: LoadedModel, effort: Effort, texts: Sequence[Text], console:
 
 
 def _bits(loaded: LoadedModel, scheme: Scheme) -> float:
+    """Mean over the layers; 0.0 if the codec does not take a layer's head_dim."""
     layers = enumerate(loaded.model.shape.kv_layers)
-    return fmean(scheme.codec.at_layer(n).bits_per_element(kv.head_dim) for n, kv in layers)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield progress
+    try:
+        return fmean(scheme.codec.at_layer(n).bits_per_element(kv.head_dim) for n, kv in layers)
+    except ValueError:
+        return 0.0
 
 
 def texts(loaded: LoadedModel, effort: Effort, file: Path | None) -> list[Text]:
@@ -171,6 +169,8 @@ def show(report: Report, console: Console) -> None:
     console.print(Cell(f"{report.model}, {report.backend}; tokens: {lengths}"))
     console.print(_predictions_table(report))
     console.print(Cell(_ordering(report)))
+    if report.left_out:
+        console.print(Cell(f"Not for this head_dim: {', '.join(report.left_out)}"))
     console.print()
     console.print(_layers_table(report))
     console.print()
@@ -179,13 +179,11 @@ def show(report: Report, console: Console) -> None:
 
 def _ordering(report: Report) -> str:
     by_kind = {row.kind: row.kl for row in report.predictions}
-    divergences = [by_kind[scheme.name] for scheme in ORDERING]
-    text = " > ".join(f"{kl:.4f}" for kl in divergences)
-    if divergences == sorted(divergences, reverse=True):
-        return (
-            f"At 5 bits, each of the first {len(ORDERING)} is closer to fp16 than the last: {text}"
-        )
-    return f"The first {len(ORDERING)} are not in the order of the design: {text}"
+    steps = [by_kind[scheme.name] for scheme in ORDERING if scheme.name in by_kind]
+    text = " > ".join(f"{kl:.4f}" for kl in steps)
+    if steps == sorted(steps, reverse=True):
+        return f"At 5 bits, each of the first {len(steps)} is closer to fp16 than the last: {text}"
+    return f"The first {len(steps)} are not in the order of the design: {text}"
 
 
 def _predictions_table(report: Report) -> Table:

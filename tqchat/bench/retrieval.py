@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tqchat.bench.caches import MakeCache, fp16_cache, int4_cache
-from tqchat.bench.predictions import Progress, make_caches
+from tqchat.bench.predictions import make_caches
+from tqchat.bench.progress import Progress
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import token_id
 
@@ -69,7 +70,8 @@ def measure(
 
 def _answer(loaded: LoadedModel, make: MakeCache, task: Task) -> str:
     """Decoded greedily, to the end of the line at most."""
-    caches, chunk = make_caches(loaded, make), loaded.backend.prefill_chunk
+    caches = make_caches(loaded.model, loaded.backend, make)
+    chunk = loaded.backend.prefill_chunk
     for start in range(0, len(task.prompt), chunk):
         logits = loaded.model(task.prompt[start : start + chunk], caches)
     stream, text = loaded.tokenizer.stream(), ""
