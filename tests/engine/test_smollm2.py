@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from tests.folders import CHATML
 from tqchat.chat.conversation import Message
 from tqchat.chat.template import ChatTemplate
+from tqchat.engine import plan
 from tqchat.engine.cache import DenseCache
 from tqchat.engine.events import EngineOptions, Finished, Loading, Sampling, Token
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load_path
-from tqchat.kernels import select
+from tqchat.kernels import BLOCK, SINK, TAIL_MIN, select
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
 
 GREEDY = Sampling(temperature=0)
@@ -184,6 +185,21 @@ def test_paris(loaded: LoadedModel, kv: str) -> None:
     answer = ask(session(loaded, kv), "What is the capital of France?", max_tokens=40)
     assert "Paris" in answer.text
     assert answer.reason == "stop"
+
+
+def test_a_model_loaded_for_int3_answers_from_codes_of_3_bits(smollm2_gguf: Path) -> None:
+    loaded = load_path(smollm2_gguf, "smollm2", EngineOptions(kv="int3"))
+    talk = Session(loaded)
+    ids = loaded.tokenizer.encode(TIDES.read_text())[:500]
+    text = loaded.tokenizer.decode(ids) + "\n\nWhich city is the capital of France?"
+    assert "Paris" in ask(talk, text, max_tokens=40).text
+    use = talk.cache_use()
+    held = use.kv_bytes / use.kv_bytes_fp16
+    n_sealed = (use.tokens - SINK - TAIL_MIN) // BLOCK * BLOCK
+    # A quarter for what is sealed; the newest block or two may still be in the tail.
+    assert held >= 1 - 0.75 * n_sealed / use.tokens
+    assert held <= 1 - 0.75 * (n_sealed - 2 * BLOCK) / use.tokens
+    assert use.kv_bytes <= plan.kv_bytes(loaded.model.shape, use.tokens, "int3")
 
 
 def test_the_second_turn_prefills_only_what_is_new(loaded: LoadedModel) -> None:
