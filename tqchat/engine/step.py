@@ -69,8 +69,10 @@ class CompiledStep:
     def _run(
         self, ids: mx.array, counts: mx.array, buffers: Sequence[tuple[mx.array, ...]]
     ) -> tuple[mx.array, mx.array]:
+        # Taken apart once for all layers.
+        held = [(counts[kind, :4], counts[kind, 4:5]) for kind in range(len(self._kinds))]
         layers = [
-            _Layer(self._backend, layer, counts[kind], cache.window)
+            _Layer(self._backend, layer, *held[kind], cache.window)
             for layer, kind, cache in zip(buffers, self._kind_of, self._caches, strict=True)
         ]
         return self._model(ids, layers), counts + self._one_more
@@ -80,12 +82,17 @@ class _Layer:
     """One layer's cache while a step is traced."""
 
     def __init__(
-        self, backend: Any, buffers: tuple[mx.array, ...], counts: mx.array, window: int | None
+        self,
+        backend: Any,
+        buffers: tuple[mx.array, ...],
+        lengths: mx.array,
+        position: mx.array,
+        window: int | None,
     ) -> None:
         self._backend = backend
         sink_k, sink_v, tiles, tail_k, tail_v = buffers
-        self._view = KVView(sink_k, sink_v, tiles, tail_k, tail_v, 0, 0, 0, counts[:4])
-        self._position = counts[4:5]
+        self._view = KVView(sink_k, sink_v, tiles, tail_k, tail_v, 0, 0, 0, lengths)
+        self._position = position
         self._window = window
 
     @property
