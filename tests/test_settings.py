@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tqchat import config, settings
+from tqchat.chat.sessions import Session
 from tqchat.settings import TABLE, Settings, SettingsError
 
 
@@ -128,6 +129,21 @@ def test_edit_makes_the_file_and_checks_it(
     assert "$EDITOR" in capsys.readouterr().err
     assert config.main("path") == 0
     assert capsys.readouterr().out == f"{file}\n"
+
+
+def test_a_conversation_goes_on_as_it_was_held(file: Path) -> None:
+    """The file is for new ones; the command line is for all."""
+    from tqchat.cli import _as_it_was, _parser
+
+    said = Settings(model="other", system="Be brief.", top_k=3)
+    with Session.create("org/model", "Be kind.") as session:
+        options = _parser().parse_args([])
+        went_on = _as_it_was(options, said, session)
+        assert went_on == Settings(model="org/model", system="Be kind.", top_k=3)
+        options = _parser().parse_args(["smollm2", "--system", "Be loud."])
+        went_on = _as_it_was(options, Settings.of(vars(options), asdict(said)), session)
+        assert went_on == Settings(model="smollm2", system="Be loud.", top_k=3)
+    assert _as_it_was(options, said, None) is said
 
 
 def test_little_is_imported_to_read_settings() -> None:

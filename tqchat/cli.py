@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,6 +120,7 @@ def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
 
     try:
         with _session(options) or nullcontext() as session:
+            chosen = _as_it_was(options, chosen, session)
             return answer(
                 model=chosen.model,
                 message=with_documents(question, documents),
@@ -160,7 +162,17 @@ def _screen(options: argparse.Namespace, chosen: Settings) -> int:
         session = None if choose else _session(options)
     except ChatError as error:
         fail(str(error))
-    return run(chosen, session, choose)
+    return run(_as_it_was(options, chosen, session), session, choose)
+
+
+def _as_it_was(
+    options: argparse.Namespace, chosen: Settings, session: "Session | None"
+) -> Settings:
+    """What a conversation was held with comes before the file, after the command line."""
+    if session is None:
+        return chosen
+    held = {"system": session.conversation.system, "model": session.model or chosen.model}
+    return Settings.of(vars(options), held, asdict(chosen))
 
 
 def _session(options: argparse.Namespace) -> "Session | None":

@@ -133,7 +133,7 @@ class _Turn:
         self._start = len(messages) - session.unanswered
         self._before = messages[self._start :]
         self._answered = False
-        if system is not None:
+        if system not in (None, session.conversation.system):
             session.set_system(system)
         if self._before:
             session.replace(self._start)

@@ -44,7 +44,7 @@ class Keeping:
                 engine.stop()
             engine.take_up(session.cache_folder)
         dialogue.leave()
-        record.go_on(session, dialogue.given.system)
+        record.go_on(session, None)
         dialogue.show_record(session)
 
     def rename(self, title: str) -> None:
