@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
@@ -285,6 +287,41 @@ def test_int4_logits_equal_those_on_quantised_kv(name: str) -> None:
     assert np.median(errors) < 1e-3
     assert errors.max() < 0.03
     assert {cache.n_blocks for cache in quantised} == {4}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    model_type=st.sampled_from(["llama", "qwen3", "smollm3"]),
+    n_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    head_dim=st.integers(16, 40).map(lambda n: 2 * n),
+    window=st.none() | st.integers(1, 70),
+    chunks=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+)
+def test_any_heads_window_and_chunks(
+    model_type: str,
+    n_kv_heads: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
+    chunks: list[int],
+) -> None:
+    changes: dict[str, Any] = {
+        "head_dim": head_dim,
+        "num_attention_heads": n_kv_heads * group,
+        "num_key_value_heads": n_kv_heads,
+    }
+    if window and model_type == "llama":
+        changes |= SLIDING | {"sliding_window": window}
+    backend = plain()
+    model, peer = both(Case(model_type, changes), backend)
+    caches = make_caches(DenseCache, backend, model.shape.kv_layers)
+    peer_caches = make_prompt_cache(peer)
+    for number, chunk in enumerate(chunks):
+        ids = np.random.default_rng(number).integers(0, model.vocab_size, chunk).tolist()
+        expected = np.array(peer(mx.array(ids)[None], cache=peer_caches)[0])
+        logits = np.array(model(ids, caches, chunk))
+        assert np.linalg.norm(logits - expected) < 1e-4 * np.linalg.norm(expected)
 
 
 class Tracing(Backend):
