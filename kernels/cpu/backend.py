@@ -16,6 +16,9 @@ from tqchat.kernels.layout import BLOCK, GROUP
 from tqchat.kernels.view import KVView
 from tqchat.kernels.weight import Weight
 
+EXP_MOST = 80.0
+"""float32's exp overflows past 88, where a sigmoid has long been 0."""
+
 
 class CPU(Backend):
     """`threads`: how many compute; None: as many as the cores this process may use.
@@ -106,13 +109,13 @@ class CPU(Backend):
     def clamped_swiglu(self, gate_up: Array) -> Array:
         gate, up = np.split(gate_up, 2, axis=-1)
         gate = np.minimum(gate, CLAMP)
-        return gate * (np.clip(up, -CLAMP, CLAMP) + 1) / (1 + np.exp(-SWISH * gate))
+        up = np.clip(up, -CLAMP, CLAMP) + 1
+        return gate * up / (1 + np.exp(np.minimum(-SWISH * gate, EXP_MOST)))
 
     def geglu(self, gate_up: Array) -> Array:
         gate, up = np.split(gate_up, 2, axis=-1)
         inner = gate * (GELU + GELU * 0.044715 * gate * gate)
-        # exp overflows past 88, where the quotient is 0 to the last bit anyway.
-        return gate * up / (1 + np.exp(np.minimum(-inner, 80.0)))
+        return gate * up / (1 + np.exp(np.minimum(-inner, EXP_MOST)))
 
     def temper(self, q: Array, offset: int, beta: float, length: float) -> Array:
         positions = np.arange(offset, offset + q.shape[1])
