@@ -236,15 +236,22 @@ def _ui_arguments(parser: argparse.ArgumentParser) -> None:
 def _ui(options: argparse.Namespace) -> int:
     from tqchat.bench import ui
 
+    starts, rates = ui.measure_start(), ui.measure_decode()
     rows = [ui.measure(load) for load in ui.LOADS]
     if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
+        report = {"start": asdict(starts), "decode": asdict(rates), "keys": list(map(asdict, rows))}
+        print(json.dumps(report))
         return 0
     table = _table("meanwhile", "keys", "p50 ms", "p95 ms", "p99 ms")
     for row in rows:
         times = (f"{value:.1f}" for value in (row.p50, row.p95, row.p99))
         table.add_row(row.load, str(row.keys), *times)
     Console().print(table)
+    print(
+        f"First frame after {starts.tqchat:.2f} s, that of an empty application after "
+        f"{starts.empty:.2f} s.\nDecoding {rates.screen:.1f} tokens/s beside the screen, "
+        f"{rates.headless:.1f} without it: {rates.screen / rates.headless:.1%}."
+    )
     return 0
 
 

@@ -427,9 +427,12 @@ class ChatApp(App[int]):
 
 def run(settings: Settings, session: Session | None = None, choose: bool = False) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
+    return run_app(ChatApp(partial(open_engine, settings), settings, session, choose))
+
+
+def run_app(app: ChatApp) -> int:
     use_terminal_driver()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    app = ChatApp(partial(open_engine, settings), settings, session=session, choose=choose)
     try:
         code = app.run()
     finally:
