@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import LLAMA
 from tqchat.cli import main
 from tqchat.models.config import Config
 from tqchat.models.folder import read_config
@@ -99,3 +100,34 @@ def test_yarn_extends_the_context(folder: Path, capsys: pytest.CaptureFixture[st
     }
     (folder / "config.json").write_text(json.dumps(values))
     assert planned(folder, capsys)["trained_context"] == 131072
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({"sliding_window": None}, [None, None, None]),
+        ({"sliding_window": 64}, [64, 64, 64]),  # Mistral 7B v0.1
+        ({"sliding_window": 64, "use_sliding_window": False}, [None, None, None]),  # Qwen2.5
+        ({"sliding_window": 64, "max_window_layers": 1}, [None, 64, 64]),  # Qwen2
+        ({"sliding_window": 8192}, [None, None, None]),  # Phi-4-mini: longer than its context
+        (
+            {
+                "sliding_window": 64,
+                "max_window_layers": 1,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            [64, None, 64],
+        ),
+    ],
+)
+def test_which_layers_have_a_window(keys: dict, windows: list[int | None]) -> None:
+    config = Config("tiny", LLAMA | keys)
+    assert [layer.window for layer in architecture(config).parse(config).kv_layers] == windows
+
+
+def test_which_layers_of_smollm3_have_no_rope() -> None:
+    keys = {"model_type": "smollm3", "num_hidden_layers": 8}
+    for more in ({}, {"no_rope_layers": [1, 1, 1, 0] * 2}, {"no_rope_layer_interval": 4}):
+        config = Config("tiny", LLAMA | keys | more)
+        shape = architecture(config).parse(config)
+        assert shape.rope_layers == (True, True, True, False) * 2  # type: ignore[attr-defined]
