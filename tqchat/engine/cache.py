@@ -44,6 +44,10 @@ class KVCache(Protocol):
         """The fewest tokens that can be kept: what a window has passed is no longer there."""
         ...
 
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens in one go, without a copy for every step on the way."""
+        ...
+
     def checkpoint(self) -> Callable[[], None]:
         """What puts the cache back to how it is now, if only one chunk is taken in meanwhile."""
         ...
@@ -238,6 +242,11 @@ class Int4Cache:
         self._tiles[:, : self._n_blocks] = left
         return tiles[:, n_blocks - gone :]
 
+    def reserve(self, length: int) -> None:
+        if not self._window:
+            self._reserve((length - SINK - TAIL_MIN) // BLOCK)
+            self._backend.evaluate(self._tiles)
+
     def _reserve(self, n_blocks: int) -> None:
         if n_blocks > self._tiles.shape[1]:
             capacity = _next_capacity(n_blocks, GROWTH_TOKENS // BLOCK)
@@ -386,10 +395,7 @@ class DenseCache:
         backend, window = self._backend, self._window
         first = max(0, self._length - window + 1) if window else 0
         end = self._length + k.shape[1]
-        if end > self._k.shape[1]:
-            capacity, dtype = _next_capacity(end, GROWTH_TOKENS), backend.cache_dtype
-            self._k = _grown(backend, self._k, capacity, dtype)
-            self._v = _grown(backend, self._v, capacity, dtype)
+        self._reserve(end)
         backend.write_tokens(self._k, self._length, k)
         backend.write_tokens(self._v, self._length, v)
         self._length = end
@@ -399,6 +405,17 @@ class DenseCache:
         return lambda q, scale: backend.attend_dense(
             q, seen_k, seen_v, scale, sinks=sinks, window=window
         )
+
+    def reserve(self, length: int) -> None:
+        if not self._window:
+            self._reserve(length)
+            self._backend.evaluate(self._k, self._v)
+
+    def _reserve(self, length: int) -> None:
+        if length > self._k.shape[1]:
+            capacity, dtype = _next_capacity(length, GROWTH_TOKENS), self._backend.cache_dtype
+            self._k = _grown(self._backend, self._k, capacity, dtype)
+            self._v = _grown(self._backend, self._v, capacity, dtype)
 
     def _drop(self, n: int) -> None:
         self._dropped += n

@@ -305,6 +305,8 @@ class Session:
                 "forgotten what comes before the change."
             )
         yield self._planned(number, len(prompt))
+        for cache in self._caches:
+            cache.reserve(len(prompt))
         yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
         while True:
             known, held, began = self._pace.known, len(self._held), time.perf_counter()
