@@ -219,17 +219,21 @@ class Backend:
         gate_up and down, a row for each expert.
         """
         tokens, top_k = chosen.shape
-        index = chosen.reshape(-1)
-        # Grouped by expert, so that a matrix is read once.
-        order = mx.argsort(index)
-        index = index[order]
-        y = _gather(x[order // top_k], gate_up, index)
+        index, order = chosen.reshape(-1), mx.arange(top_k)
+        grouped = tokens > 1
+        if grouped:
+            # By expert, so that a matrix is read once.
+            order = mx.argsort(index)
+            index = index[order]
+        y = _gather(x[order // top_k], gate_up, index, grouped)
         if biases is not None:
             y = y + biases[0][index]
-        y = _gather(activation(y), down, index)
+        y = _gather(activation(y), down, index, grouped)
         if biases is not None:
             y = y + biases[1][index]
-        y = y[mx.argsort(order)].reshape(tokens, top_k, -1)
+        if grouped:
+            y = y[mx.argsort(order)]
+        y = y.reshape(tokens, top_k, -1)
         return (y * shares[..., None]).sum(axis=1).astype(x.dtype)
 
     # The int4 cache
@@ -342,11 +346,11 @@ class Backend:
         )
 
 
-def _gather(x: mx.array, weight: Weight, index: mx.array) -> mx.array:
-    """Each row of x times the transpose of its expert's matrix; `index` rises."""
+def _gather(x: mx.array, weight: Weight, index: mx.array, grouped: bool) -> mx.array:
+    """Each row of x times the transpose of its expert's matrix; grouped: `index` rises."""
     if not weight.bits:
         w = weight.data.swapaxes(-1, -2)
-        return mx.gather_mm(x[:, None], w, rhs_indices=index, sorted_indices=True)[:, 0]
+        return mx.gather_mm(x[:, None], w, rhs_indices=index, sorted_indices=grouped)[:, 0]
     return mx.gather_qmm(
         x[:, None],
         weight.data,
@@ -357,7 +361,7 @@ def _gather(x: mx.array, weight: Weight, index: mx.array) -> mx.array:
         group_size=weight.group_size,
         bits=weight.bits,
         mode=weight.mode,
-        sorted_indices=True,
+        sorted_indices=grouped,
     )[:, 0]
 
 
