@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -275,8 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("without the screen")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument("--stats", action="store_true", help="print figures to stderr")
-    version = f"tqchat {metadata.version('tqchat')}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action=_Version, help="print the version")
     return parser
 
 
@@ -288,6 +287,19 @@ def _typed(check: Check) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
+
+
+class _Version(argparse.Action):
+    """Reads the version only when it is asked for: that takes a while."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"tqchat {version('tqchat')}")
+        parser.exit()
 
 
 def _finds_mlx() -> bool:
