@@ -1,4 +1,4 @@
-"""Model arithmetic that MLX does not have: the int4 KV codec and attention on it, per backend.
+"""Model arithmetic that MLX does not have: the KV cache's codec and attention on it, per backend.
 
 `select()` gives the backend for this machine. Every backend offers the calls of
 `backend.Backend`, whose own methods are plain MLX operations and serve as the oracle.
