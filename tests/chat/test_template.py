@@ -268,3 +268,11 @@ def test_what_thinking_is_called() -> None:
         template = ChatTemplate("{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}")
         effort = "" if think else "low"
         assert template.render([], **thinking(think)) == f"{think} {think} {effort}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_templates_have_a_switch_for_thinking(folder_of: FolderOf, family: str) -> None:
+    template = ChatTemplate.from_folder(folder_of(family))
+    messages = THREE_TURNS[:1]
+    rendered = {template.render(messages, **thinking(think)) for think in (None, True, False)}
+    assert template.knows(thinking(False)) == (len(rendered) > 1)

@@ -8,7 +8,7 @@ import pytest
 from tests.folders import write_tiny
 from tqchat.chat.conversation import Message
 from tqchat.engine.engine import Engine
-from tqchat.engine.events import EngineOptions, Failed, Finished, Sampling, Usage
+from tqchat.engine.events import EngineOptions, Failed, Finished, Note, Sampling, Usage
 
 QWEN3 = Path(__file__).parent.parent / "chat" / "data" / "qwen3.jinja"
 DOCUMENT = "Sixteen letters." * 40
@@ -58,3 +58,23 @@ def test_the_switch_reaches_the_prompt(
     tokens = {think: ask([Message("user", "Hi")], think).prompt_tokens for think in (None, True)}
     assert tokens[None] == tokens[True]
     assert ask([Message("user", "Hi")], False).prompt_tokens == tokens[None] + NO_THOUGHT
+
+
+def test_a_model_without_a_switch_is_named_once(tmp_path: Path) -> None:
+    engine = Engine(EngineOptions(context=500))
+    engine.start()
+    try:
+        engine.load(str(write_tiny(tmp_path / "tiny")))
+        for _ in range(2):
+            engine.generate([Message("user", "Hi")], Sampling(think=False), 1)
+        events, finished = [], 0
+        while finished < 2:
+            event = engine.wait(60)
+            assert event is not None
+            finished += isinstance(event, Finished)
+            events.append(event)
+    finally:
+        engine.close()
+    assert [e.message for e in events if isinstance(e, Note)] == [
+        "This model cannot be told to think or not."
+    ]

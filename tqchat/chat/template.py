@@ -1,7 +1,7 @@
 """Chat templates: from messages to the string, and the token ids, that a model was trained on."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,6 +163,10 @@ class ChatTemplate:
             return None
         match = control.match(rest.lstrip())
         return match[0] if found and match else None
+
+    def knows(self, switches: Iterable[str]) -> bool:
+        """Whether one of these variables means something to the template."""
+        return any(re.search(rf"\b{name}\b", self.source) for name in switches)
 
     def _ask(self, messages: Sequence[Message], variables: dict[str, Any], alphabet: str) -> str:
         reply = RENDERER.ask(

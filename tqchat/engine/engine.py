@@ -245,9 +245,10 @@ class Engine:
     ) -> None:
         if self._loaded is None or self._session is None:
             raise ModelError("No model is loaded. Start again with a model that can be read.")
-        prompt = self._loaded.template.prompt_ids(
-            self._loaded.tokenizer, messages, **thinking(sampling.think)
-        )
+        template, switches = self._loaded.template, thinking(sampling.think)
+        if switches and not template.knows(switches):
+            self._note("This model cannot be told to think or not.")
+        prompt = template.prompt_ids(self._loaded.tokenizer, messages, **switches)
         session = self._session
 
         def stopped() -> bool:
