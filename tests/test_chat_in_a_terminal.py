@@ -196,3 +196,24 @@ def test_a_model_that_cannot_be_read(chat: Callable[..., Terminal], tmp_path: Pa
     terminal.wait_for(r"│ Hello")
     empty_the_box(terminal, 5)
     leave(terminal)
+
+
+def test_going_on_with_an_answer_and_with_another_model(
+    chat: Callable[..., Terminal], slow: Path, tmp_path: Path
+) -> None:
+    other = write_tiny(tmp_path / "another")
+    terminal = chat(slow, "--max-tokens", "8")
+    terminal.wait_for(CHAT)
+    ask(terminal, "Hello there")
+    terminal.wait_for(r"cut at max_tokens: /continue goes on")
+    held = int(terminal.wait_for(r"(\d+) of \d,\d+")[1])
+    terminal.type("/continue\r")
+    terminal.wait_for(rf" (?!{held} )\d+ of \d,\d+")
+    terminal.wait_for(CHAT)
+    terminal.type(f"/model {other}\r")
+    terminal.wait_for(r"tqchat +[^\n]*another")
+    terminal.wait_for(CHAT)
+    ask(terminal, "Again")
+    terminal.wait_for(r"[1-9]\d* of \d,\d+")
+    terminal.wait_for(CHAT)
+    leave(terminal)

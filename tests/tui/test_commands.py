@@ -307,8 +307,9 @@ async def test_a_name_that_is_no_model_is_said_and_others_are_offered(engine: Fa
 async def test_the_model_is_not_changed_while_it_answers(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await screen.send("one")
-        await screen.command("/model")
+        await screen.command("/model org/other")
         await screen.shows("Something is running")
+        assert screen.prompt.text == "/model org/other"
 
 
 async def test_plan_is_a_screen(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ class Choosing:
         """Loads the model named, once it is on this machine; without a name, offers some."""
         dialogue = self._app.dialogue
         if dialogue.busy:
+            if name:
+                self._app.prompt.put_back(f"/model {name}")
             self._app.hint("Something is running: Esc stops it.")
             return
         model = dialogue.figures.model
