@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -57,7 +57,7 @@ def offers(kv: KVKind) -> list[Offer]:
 def _context(config: Config, weights: int, kv: KVKind, limit: plan.Limit) -> int:
     """As far as it was trained, and as the device is set up."""
     shape = architecture(config).parse(config)
-    report = plan.of(config.name, shape, weights, kv, plan.Limit(limit.default, limit.default))
+    report = plan.of(config.name, shape, weights, kv, replace(limit, raised=limit.default))
     return min(report.longest, shape.context)
 
 

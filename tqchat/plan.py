@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
-from tqchat.engine import plan
+from tqchat.engine import memory, plan
 from tqchat.engine.events import KVKind
 from tqchat.engine.wired import SYSTEM_RESERVE
 from tqchat.models.config import Config
@@ -23,7 +24,9 @@ from tqchat.models.registry import Shape, architecture
 from tqchat.units import bytes_text
 
 SUMMARY = "What memory a model needs at each context length, and the longest that fits."
-CHUNK = 512
+GPU = plan.Prefill(chunk=512)
+# Activations in 32 bits, and codes that are read as they lie.
+CPU = plan.Prefill(chunk=256, activation_bytes=4, past_bytes=0)
 # macOS lets a GPU wire about three quarters of the memory unless the limit is raised.
 DEFAULT_SHARE = 0.75
 GIB = 1 << 30
@@ -31,10 +34,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes: what the device allows as it is set up, and what it can be made to allow."""
+    """Bytes: what the device allows as it is set up, and what it can be made to allow.
+
+    prefill: how it reads a prompt.
+    """
 
     default: int
     raised: int
+    prefill: plan.Prefill = GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class Report:
         """What makes room for the whole context, where the limit's setting is what stops it."""
         if not self.limit.default < self.needs[-1].total <= self.limit.raised:
             return None
-        return f"sudo sysctl iogpu.wired_limit_mb={self.limit.raised >> 20}"
+        return memory.raising(self.limit.raised)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,15 +93,14 @@ def report(model: str, kv: KVKind, memory: int | None = None) -> Report:
 
 def of(name: str, shape: Shape, weights: int, kv: KVKind, limit: Limit) -> Report:
     """`weights`: bytes as stored."""
-    prefill = plan.Prefill(CHUNK)
     return Report(
         name,
         shape,
         weights,
         kv,
         limit,
-        [plan.need(shape, weights, n, kv, prefill) for n in _lengths(shape.context)],
-        plan.largest_context(shape, weights, kv, prefill, limit.raised),
+        [plan.need(shape, weights, n, kv, limit.prefill) for n in _lengths(shape.context)],
+        plan.largest_context(shape, weights, kv, limit.prefill, limit.raised),
     )
 
 
@@ -201,14 +207,9 @@ def _mac(memory: int) -> Limit:
 
 
 def device() -> Limit:
-    import mlx.core as mx
-
-    from tqchat.engine.memory import machine_memory, measure
-
-    limit = measure(0, 0).limit
-    if mx.metal.is_available():
-        return Limit(limit, max(limit, machine_memory() - SYSTEM_RESERVE))
-    return Limit(limit, limit)
+    limit = memory.measure(0, 0).limit
+    prefill = CPU if mx.default_device().type == mx.cpu else GPU
+    return Limit(limit, memory.raised_limit(limit), prefill)
 
 
 def _size(text: str) -> int:

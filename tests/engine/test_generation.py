@@ -166,6 +166,23 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(monkeypatch) -> 
     assert "8,000 tokens" in event.message
     assert "977 KiB is free" in event.message
     assert one.cache_use().tokens == held
+    assert "sysctl" not in event.message
     # What the message offers fits.
     longest = int(re.search(r"about ([\d,]+) tokens", event.message)[1].replace(",", ""))
     assert run(one, [1] * longest, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_where_raising_the_limit_makes_room_the_command_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a Mac of 64 GiB, where 56 GiB are the most; and only where that is enough."""
+    one = session(context=8192)
+    more = 1_000_000
+    need = one._more_bytes(8000, 32)
+    monkeypatch.setattr("tqchat.engine.memory.raised_limit", lambda limit: limit + more)
+    for free, is_enough in ((need - more, True), (need - more - 1, False)):
+        used = Memory(weights=0, kv=0, other=0, free=free, limit=(56 << 30) - more)
+        monkeypatch.setattr("tqchat.engine.memory.measure", lambda weights, kv, used=used: used)
+        (event,) = one.turn(1, [1] * 8000, GREEDY, None, lambda: False)
+        assert isinstance(event, Failed)
+        assert ("sudo sysctl iogpu.wired_limit_mb=57344" in event.message) == is_enough

@@ -242,17 +242,22 @@ class Session:
 
         An allocation that fails inside MLX ends the process, so it must not come to that.
         """
-        need, free = self._more_bytes(tokens, SMALLEST), self.memory().free
-        if need <= free:
+        need, now = self._more_bytes(tokens, SMALLEST), self.memory()
+        if need <= now.free:
             return None
         shape, kv = self._loaded.model.shape, self._loaded.info.kv
         prefill = plan.Prefill.on(self._loaded.backend, SMALLEST)
-        longest = plan.largest_context(shape, 0, kv, prefill, free + self._allocated)
-        return (
-            f"Reading {tokens:,} tokens takes {bytes_text(need)} more, {bytes_text(free)} is free. "
-            f"Shorten it to about {longest:,} tokens, choose a smaller model or close other "
+        longest = plan.largest_context(shape, 0, kv, prefill, now.free + self._allocated)
+        refusal = (
+            f"Reading {tokens:,} tokens takes {bytes_text(need)} more, {bytes_text(now.free)} is "
+            f"free. Shorten it to about {longest:,} tokens, choose a smaller model or close other "
             "programs."
         )
+        raised = memory.raised_limit(now.limit)
+        if need <= now.free + raised - now.limit:
+            command = memory.raising(raised)
+            refusal += f" Or raise macOS's limit until restart, and start again: {command}"
+        return refusal
 
     def _planned(self, number: int, tokens: int) -> Planned:
         """For a prompt of so many tokens in all."""

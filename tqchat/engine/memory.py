@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tqchat.engine.events import Memory
+from tqchat.engine.wired import SYSTEM_RESERVE
 
 
 def measure(weights: int, kv: int) -> Memory:
@@ -28,6 +29,18 @@ def _device() -> tuple[int, int, int]:
         return used, limit, limit - mx.get_active_memory()
     used, limit = _resident(), machine_memory()
     return used, limit, min(limit - used, _available(limit))
+
+
+def raised_limit(limit: int) -> int:
+    """Bytes that the device's limit can be raised to: on a Mac, all but the system's reserve."""
+    if not mx.metal.is_available():
+        return limit
+    return max(limit, machine_memory() - SYSTEM_RESERVE)
+
+
+def raising(limit: int) -> str:
+    """The command that raises macOS's limit, until restart."""
+    return f"sudo sysctl iogpu.wired_limit_mb={limit >> 20}"
 
 
 def machine_memory() -> int:
