@@ -28,7 +28,8 @@ def codebook(density: Callable[[Floats], Floats], low: float, high: float, n: in
     values = np.interp(quantiles, mass, edges)
     while True:
         bounds = np.concatenate([[low], (values[1:] + values[:-1]) / 2, [high]])
-        means = np.diff(np.interp(bounds, edges, moment)) / np.diff(np.interp(bounds, edges, mass))
+        moments, masses = (np.diff(np.interp(bounds, edges, x)) for x in (moment, mass))
+        means: Floats = moments / masses
         if np.abs(means - values).max() < 1e-9 * (high - low):
             return means
         values = means

@@ -1,4 +1,4 @@
-"""The KV cache of one layer: sealed int4 blocks with a 16-bit tail and sink, or plain 16 bits.
+"""The KV cache of one layer: sealed blocks with a 16-bit tail and sink, or plain 16 bits.
 
 A layer with a sliding window keeps what its next token sees and some more, so that a conversation
 can be taken back a little without reading it anew.
@@ -102,7 +102,7 @@ def _next_capacity(needed: int, step: int) -> int:
 
 
 class Int4Cache:
-    """`layout`'s int4 cache of one layer; see there for what lies where.
+    """`layout`'s cache of one layer, with codes of its backend's `kv_bits`.
 
     With a `window`, blocks that have gone by are left out at the front, and the sink with them.
     """
