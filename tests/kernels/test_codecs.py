@@ -405,6 +405,27 @@ def test_keys_are_loaded_once_for_all_query_heads() -> None:
     assert traffic["radii"].read <= 8 * traffic["radii"].distinct_read
 
 
+@emulated
+@pytest.mark.parametrize("name", ["qjl", "polarquant-2", "turboquant-3", "turboquant-product-3"])
+def test_codecs_attend_with_their_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would do, with the kernels emulated: as plain MLX operations do."""
+    chosen = CODECS[name]
+    k, v, q = random(2, 64, 64, seed=1), random(2, 64, 64, seed=2), random(6, 2, 64, seed=3)
+    state = chosen.encode(k, v)
+    expected = float64(chosen.attend(q, state, 1 / 8))
+    used = []
+
+    def make(kernel: str, *parts: Any) -> EmulatedKernel:
+        used.append(kernel)
+        return EmulatedKernel(kernel, *parts)
+
+    monkeypatch.setattr(metal, "is_default", lambda: True)
+    for call in ("qjl_scores", "polarquant_scores", "turboquant_decode"):
+        monkeypatch.setattr(metal, call, partial(getattr(metal, call), make_kernel=make))
+    assert relative_error(chosen.attend(q, state, 1 / 8), expected) < 1e-5
+    assert used
+
+
 QJL_CASE = partial(qjl_error, 64, 6, 2, 8)
 POLARQUANT_CASE = partial(polarquant_error, 4, 64, 9, 1)
 TURBOQUANT_CASE = partial(turboquant_error, 3, 64)
