@@ -15,14 +15,24 @@ from tqchat.engine.chunks import PIECE_S, SMALLEST, ChunkSize
 from tqchat.engine.events import Failed, Memory, Prefilling
 from tqchat.kernels import Backend, select
 from tqchat.kernels.layout import tile_bytes
+from tqchat.models.kv import KVLayer
+
+
+def llama(n_layers: int, n_heads: int, n_parameters: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        n_layers=n_layers,
+        n_heads=n_heads,
+        head_dim=128,
+        hidden_size=128 * n_heads,
+        vocab_size=128256,
+        n_parameters=n_parameters,
+        n_expert_parameters=0,
+        kv_layers=[KVLayer(8, 128)] * n_layers,
+    )
+
 
 # Llama 3.1 70B and 8B.
-LARGE = SimpleNamespace(
-    n_layers=80, hidden_size=8192, vocab_size=128256, n_parameters=70_553_000_000
-)
-SMALL = SimpleNamespace(
-    n_layers=32, hidden_size=4096, vocab_size=128256, n_parameters=8_030_000_000
-)
+LARGE, SMALL = llama(80, 64, 70_553_000_000), llama(32, 32, 8_030_000_000)
 MOST = 512
 
 

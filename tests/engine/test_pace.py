@@ -12,10 +12,19 @@ from tqchat import paths
 from tqchat.engine import pace
 from tqchat.engine.events import Planned, Prefilling
 from tqchat.engine.pace import Pace, work
+from tqchat.models.kv import KVLayer
 
 # SmolLM2-135M. Its prefill on a CPU ran at 724, 712 and 486 tokens per second with prompts of 128,
 # 1,024 and 4,096 tokens (README).
-SMOLLM2 = SimpleNamespace(n_layers=30, hidden_size=576, vocab_size=49152, n_parameters=134_515_008)
+SMOLLM2 = SimpleNamespace(
+    n_heads=9,
+    head_dim=64,
+    hidden_size=576,
+    vocab_size=49152,
+    n_parameters=134_515_008,
+    n_expert_parameters=0,
+    kv_layers=[KVLayer(3, 64)] * 30,
+)
 
 
 def test_a_rate_tells_how_long_other_lengths_take() -> None:
@@ -30,6 +39,25 @@ def test_the_parts_take_as_long_as_the_whole(at: list[int]) -> None:
     first, middle, last = at
     parts = work(SMOLLM2, first, middle) + work(SMOLLM2, middle, last)  # type: ignore[arg-type]
     assert parts == pytest.approx(work(SMOLLM2, first, last))  # type: ignore[arg-type]
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.lists(st.sampled_from([None, 1, 50, 100]), min_size=1, max_size=3),
+)
+def test_attention_takes_what_each_token_sees(
+    start: int, more: int, windows: list[int | None]
+) -> None:
+    """Within half a token at each position, which the count is coarser by."""
+    layers = [KVLayer(3, 64, window) for window in windows]
+    shape = SimpleNamespace(**{**vars(SMOLLM2), "kv_layers": layers})
+    none = SimpleNamespace(**{**vars(SMOLLM2), "kv_layers": []})
+    stop = start + more
+    attention = work(shape, start, stop) - work(none, start, stop)  # type: ignore[arg-type]
+    per_token_seen = 2 * 2 * 9 * 64
+    seen = sum(min(p, w or p) for w in windows for p in range(start, stop))
+    assert attention / per_token_seen == pytest.approx(seen, abs=0.5 * more * len(windows) + 1e-6)
 
 
 def test_it_is_remembered_for_each_model_from_long_prompts_alone() -> None:

@@ -25,11 +25,18 @@ REMEMBERED = 64
 def work(shape: Shape, start: int, stop: int) -> float:
     """Operations that prefill of positions `start` to `stop` takes: two per multiplication.
 
-    Attention is counted with as many query channels as the hidden state has.
+    A mixture's experts, of which a token meets a few, are left out.
     """
-    matrices = shape.n_parameters - shape.vocab_size * shape.hidden_size
-    attention = 2 * shape.n_layers * shape.hidden_size
-    return 2.0 * (matrices * (stop - start) + attention * (stop**2 - start**2) / 2)
+    embedding = shape.vocab_size * shape.hidden_size
+    matrices = shape.n_parameters - shape.n_expert_parameters - embedding
+    seen = sum(_seen(stop, x.window) - _seen(start, x.window) for x in shape.kv_layers)
+    return 2.0 * (matrices * (stop - start) + 2 * shape.n_heads * shape.head_dim * seen)
+
+
+def _seen(stop: int, window: int | None) -> float:
+    """How many tokens those before `stop` see, all together."""
+    within = stop if window is None else min(stop, window)
+    return within**2 / 2 + (stop - within) * within
 
 
 class Pace:
