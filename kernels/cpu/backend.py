@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -60,10 +61,9 @@ class CPU(Backend):
     # Layers
 
     def load(self, weight: Weight) -> Weight:
-        """Types stay as they are; widths other than 4 and 8 bits become 8, which hold them, and so
-        do MXFP4's codes. MXFP8 and NVFP4 become bfloat16, which holds them."""
-        if weight.mode != "affine":
-            weight = _affine(weight)
+        """Types stay as they are; affine widths other than 4 and 8 bits become 8, which hold them.
+        MXFP8 and NVFP4 become bfloat16, which holds them."""
+        weight = _known(weight)
         data, keep = _numpy(weight.data), self._arena.keep
         if not weight.bits:
             return Weight(keep(data))
@@ -71,7 +71,7 @@ class CPU(Backend):
         if bits not in (4, 8):
             data, bits = _widened(data, bits), 8
         scales, biases = _numpy(weight.scales), _numpy(weight.biases)
-        return Weight(keep(data), keep(scales), keep(biases), weight.group_size, bits)
+        return Weight(keep(data), keep(scales), keep(biases), weight.group_size, bits, weight.mode)
 
     def load_vector(self, x: mx.array) -> Array:
         return _numpy(x.astype(mx.float32))
@@ -269,17 +269,15 @@ def _numpy(x: mx.array) -> NDArray[Any]:
     return np.require(np.asarray(x), requirements=["C", "A"])
 
 
-def _affine(weight: Weight) -> Weight:
+def _known(weight: Weight) -> Weight:
     """The same numbers in a form that the native kernels know."""
+    if weight.mode == "affine":
+        return weight
     if weight.mode == "mxfp4":
-        # A code has a sign, two bits of exponent and one of mantissa: up to 6, in steps of 1/2.
-        magnitudes = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint16)
-        widened = np.concatenate([12 + magnitudes, 12 - magnitudes])
-        pairs = widened[np.arange(256) & 15] | widened[np.arange(256) >> 4] << 8
-        data = pairs[_numpy(weight.data).view(np.uint8)].view(np.uint32)
-        scales = mx.power(2.0, weight.scales.astype(mx.float32) - 128)
-        scales, biases = scales.astype(mx.bfloat16), (-12 * scales).astype(mx.bfloat16)
-        return Weight(mx.array(data), scales, biases, weight.group_size, 8)
+        # Powers of two, as they lie in a bfloat16's exponent. Biases are there for all or none.
+        exponents = weight.scales.astype(mx.uint16)
+        scales = mx.left_shift(exponents, mx.array(7, mx.uint16)).view(mx.bfloat16)
+        return replace(weight, scales=scales, biases=mx.zeros_like(scales))
     return Weight(
         mx.dequantize(
             weight.data,

@@ -9,7 +9,8 @@
 
 enum { BLOCK = 32, GROUP = 32, MAX_HEAD_DIM = 512 };
 
-typedef enum { F32, F16, BF16, Q4, Q8 } Format;
+/* E2M1: 4 bits that are a small float each, where Q4's are an integer. */
+typedef enum { F32, F16, BF16, Q4, E2M1, Q8 } Format;
 
 /* kernels/weight.py's Weight. `parameters` is the format of scales and biases. */
 typedef struct {

@@ -11,6 +11,11 @@ INLINE vf load_as(Format format, const void *p, int64_t i, int n) {
     return n == LANES ? load_bfloat(halves) : load_bfloat_n(halves, n);
 }
 
+/* The code that is lowest in each word. */
+INLINE vf lowest_code(Format format, vu words) {
+    return format == Q8 ? low_byte(words) : format == Q4 ? nibble(words) : small_float(words);
+}
+
 INLINE int at_most(int64_t n, int most) { return n < most ? (int)n : most; }
 INLINE int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -70,7 +75,8 @@ INLINE void row_parameters(const VectorJob *job, const int64_t *rows, float *sca
     }
 }
 
-INLINE void rows_q4(const VectorJob *job, const int64_t rows[TOGETHER], float *scales, vf *out) {
+INLINE void rows_4bit(Format format, const VectorJob *job, const int64_t rows[TOGETHER],
+                      float *scales, vf *out) {
     const Matrix *m = &job->linear->matrix;
     int64_t words = m->columns / 8, stride = job->n_groups + LANES;
     const uint32_t *data[TOGETHER];
@@ -89,14 +95,14 @@ INLINE void rows_q4(const VectorJob *job, const int64_t rows[TOGETHER], float *s
         for (int r = 0; r < TOGETHER; r++) {
             codes[r] = n == LANES ? load_words(data[r] + w) : load_words_n(data[r] + w, n);
             __builtin_prefetch(data[r] + w + AHEAD * words, 0, 2);
-            products[r] = nibble(codes[r]) * load(x);
+            products[r] = lowest_code(format, codes[r]) * load(x);
         }
 #pragma GCC unroll 8
         for (int j = 1; j < 8; j++) {
             vf xj = load(x + j * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < TOGETHER; r++)
-                products[r] += nibble(codes[r] >> (4 * j)) * xj;
+                products[r] += lowest_code(format, codes[r] >> (4 * j)) * xj;
         }
         const float *scale = scales + (8 * w >> shift);
 #pragma GCC unroll 4
@@ -162,7 +168,8 @@ static void vector_piece(const void *of, int piece, int thread) {
             for (int i = 0; i < TOGETHER; i++)
                 rows[i] = row + (r + i < n ? r + i : n - 1);
             switch (l->matrix.format) {
-            case Q4: rows_q4(job, rows, pool_scratch(thread), sums + r); break;
+            case Q4: rows_4bit(Q4, job, rows, pool_scratch(thread), sums + r); break;
+            case E2M1: rows_4bit(E2M1, job, rows, pool_scratch(thread), sums + r); break;
             case Q8: rows_q8(job, rows, pool_scratch(thread), sums + r); break;
             case F32: rows_dense(F32, job, rows, sums + r); break;
             case F16: rows_dense(F16, job, rows, sums + r); break;
@@ -184,7 +191,7 @@ static int linear_vector(const Linear *l) {
         return 0;
     float *x = pool_shared(), *group_sums = x + ordered;
     VectorJob job = {l, x, group_sums, 0, n_groups, {0}, 0};
-    if (m->format == Q4) {
+    if (m->format == Q4 || m->format == E2M1) {
         order_by_nibble(l->x, m->columns, x);
     } else {
         memcpy(x, l->x, 4 * (size_t)m->columns);
@@ -290,10 +297,10 @@ INLINE void load_square(const float *start, int64_t stride, int n_rows, int n, v
 }
 
 /* Columns first to first + depth - 1 of LANES rows of a quantised matrix, (depth, NR) from `panel`
- * on; `bits` is 4 or 8. Lanes are rows, so that no order of columns is disturbed. */
-INLINE void fill_quantised(int bits, const Matrix *m, int64_t row, int64_t first, int64_t depth,
-                           float *panel) {
-    const int per_word = 32 / bits;
+ * on. Lanes are rows, so that no order of columns is disturbed. */
+INLINE void fill_quantised(Format format, const Matrix *m, int64_t row, int64_t first,
+                           int64_t depth, float *panel) {
+    const int bits = format == Q8 ? 8 : 4, per_word = 32 / bits;
     int n_rows = at_most(m->rows - row, LANES);
     int64_t row_words = m->columns / per_word, row_groups = m->columns / m->group_size;
     int64_t groups = depth / m->group_size;
@@ -322,7 +329,7 @@ INLINE void fill_quantised(int bits, const Matrix *m, int64_t row, int64_t first
             vf scale = scales[g], bias = biases[g];
 #pragma GCC unroll 8
             for (int j = 0; j < per_word; j++) {
-                vf code = bits == 4 ? nibble(codes >> (4 * j)) : low_byte(codes >> (8 * j));
+                vf code = lowest_code(format, codes >> (bits * j));
                 store(panel, code * scale + bias);
                 panel += NR;
             }
@@ -350,8 +357,9 @@ INLINE void fill_dense(Format format, const Matrix *m, int64_t row, int64_t firs
 static void fill_panel(const Matrix *m, int64_t row, int64_t first, int64_t depth, float *panel) {
     for (int half = 0; half < 2; half++, row += LANES, panel += LANES) {
         switch (m->format) {
-        case Q4: fill_quantised(4, m, row, first, depth, panel); break;
-        case Q8: fill_quantised(8, m, row, first, depth, panel); break;
+        case Q4: fill_quantised(Q4, m, row, first, depth, panel); break;
+        case E2M1: fill_quantised(E2M1, m, row, first, depth, panel); break;
+        case Q8: fill_quantised(Q8, m, row, first, depth, panel); break;
         case F32: fill_dense(F32, m, row, first, depth, panel); break;
         case F16: fill_dense(F16, m, row, first, depth, panel); break;
         default: fill_dense(BF16, m, row, first, depth, panel); break;
@@ -414,7 +422,7 @@ static void embed_piece(const void *of, int token, int thread) {
     int64_t row = e->ids[token];
     float *y = e->y + token * m->columns;
     (void)thread;
-    if (m->format != Q4 && m->format != Q8) {
+    if (m->format != Q4 && m->format != E2M1 && m->format != Q8) {
         for (int64_t c = 0; c < m->columns; c += LANES) {
             int n = at_most(m->columns - c, LANES);
             store_n(y + c, load_as(m->format, m->data, row * m->columns + c, n), n);
@@ -429,7 +437,8 @@ static void embed_piece(const void *of, int token, int thread) {
         for (int64_t c = g * m->group_size; c < (g + 1) * m->group_size; c++) {
             int64_t at = row * m->columns + c;
             int code = m->format == Q8 ? bytes[at] : bytes[at / 2] >> (4 * (at % 2)) & 15;
-            y[c] = scale * (float)code + bias;
+            vu word = {(uint32_t)code};
+            y[c] = scale * lowest_code(m->format, word)[0] + bias;
         }
     }
 }

@@ -87,7 +87,7 @@ static PyArrayObject *output(Held *held, int n, const npy_intp *shape) {
 }
 
 /* Names that attributes are read by. */
-static PyObject *s_data, *s_scales, *s_biases, *s_group_size, *s_bits;
+static PyObject *s_data, *s_scales, *s_biases, *s_group_size, *s_bits, *s_mode;
 static PyObject *s_sink_k, *s_sink_v, *s_tiles, *s_tail_k, *s_tail_v;
 static PyObject *s_n_sink, *s_n_blocks, *s_n_tail;
 
@@ -150,7 +150,11 @@ static int read_matrix(Held *held, PyObject *weight, Matrix *m) {
     m->group_size = integer_attribute(weight, s_group_size);
     if (format < 0 || m->group_size < 0)
         return 0;
-    m->format = bits == 4 ? Q4 : Q8;
+    PyObject *mode = hold(held, PyObject_GetAttr(weight, s_mode));
+    if (!mode)
+        return 0;
+    int floats = PyUnicode_Check(mode) && !PyUnicode_CompareWithASCIIString(mode, "mxfp4");
+    m->format = bits == 8 ? Q8 : floats ? E2M1 : Q4;
     m->parameters = (Format)format;
     m->columns *= 32 / bits;
     m->scales = PyArray_DATA(scales);
@@ -602,7 +606,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         const char *name;
     } names[] = {
         {&s_data, "data"}, {&s_scales, "scales"}, {&s_biases, "biases"},
-        {&s_group_size, "group_size"}, {&s_bits, "bits"}, {&s_sink_k, "sink_k"},
+        {&s_group_size, "group_size"}, {&s_bits, "bits"}, {&s_mode, "mode"}, {&s_sink_k, "sink_k"},
         {&s_sink_v, "sink_v"}, {&s_tiles, "tiles"}, {&s_tail_k, "tail_k"},
         {&s_tail_v, "tail_v"}, {&s_n_sink, "n_sink"}, {&s_n_blocks, "n_blocks"},
         {&s_n_tail, "n_tail"},

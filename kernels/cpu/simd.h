@@ -156,6 +156,24 @@ INLINE vf nibble(vu words) {
 #endif
 }
 
+/* The lowest nibble of each word as the float that it is: sign, two bits of exponent, one more. */
+INLINE vf small_float(vu words) {
+#if defined(TARGET_AVX512)
+    const vf values = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (vf)_mm512_permutexvar_ps((__m512i)words, (__m512)values);
+#elif defined(TARGET_AVX2)
+    const vf sizes = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    vf size = (vf)_mm256_permutevar8x32_ps((__m256)sizes, (__m256i)words);
+    return (vf)((vu)size ^ (words & 8) << 28);
+#else
+    static const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    vf size = {0};
+    for (int i = 0; i < LANES; i++)
+        size[i] = sizes[words[i] & 7];
+    return (vf)((vu)size ^ (words & 8) << 28);
+#endif
+}
+
 /* The lowest byte of each word as a float 0 to 255. */
 INLINE vf low_byte(vu words) { return __builtin_convertvector((vi)(words & 255), vf); }
 

@@ -66,7 +66,8 @@ static void products(Format format, Format parameter_format, int64_t rows, int64
     double *biases = malloc(8 * (size_t)n_groups + 1);
     Matrix m = {NULL, NULL, NULL, format, parameter_format, rows, columns, group};
     if (group) {
-        int bits = format == Q4 ? 4 : 8;
+        static const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+        int bits = format == Q8 ? 8 : 4;
         uint8_t *codes = malloc((size_t)(n * bits / 8));
         for (int64_t i = 0; i < n * bits / 8; i++)
             codes[i] = (uint8_t)random_bits();
@@ -75,7 +76,8 @@ static void products(Format format, Format parameter_format, int64_t rows, int64
         m.biases = parameters(parameter_format, n_groups, biases);
         for (int64_t i = 0; i < n; i++) {
             int code = bits == 8 ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
-            w[i] = scales[i / group] * code + biases[i / group];
+            double number = format != E2M1 ? code : code & 8 ? -sizes[code & 7] : sizes[code];
+            w[i] = scales[i / group] * number + biases[i / group];
         }
     } else {
         m.data = parameters(format, n, w);
@@ -228,11 +230,13 @@ static void everything(void) {
             products(formats[i], F32, 37, 45, 0, tokens);
             for (int64_t group = 32; group <= 128; group *= 2) {
                 products(Q4, formats[i], 37, 3 * group, group, tokens);
+                products(E2M1, formats[i], 37, 3 * group, group, tokens);
                 products(Q8, formats[i], 37, 3 * group, group, tokens);
             }
         }
     products(Q4, F16, 1, 32, 32, 1);
     products(Q4, F16, 130, 640, 32, 7);
+    products(E2M1, BF16, 130, 640, 32, 7);
     products(Q8, F16, 67, 576, 64, 5);
     elementwise(1, 1);
     elementwise(5, 67);

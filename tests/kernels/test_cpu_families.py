@@ -14,7 +14,7 @@ from tests.kernels.test_cpu import (  # noqa: F401 (cpu is a fixture)
     noise,
     reference,
 )
-from tqchat.kernels import Backend
+from tqchat.kernels import Backend, Weight
 from tqchat.kernels.cpu.backend import CPU
 
 LAYERS: list[tuple[int, int, int, dict[str, Any]]] = [
@@ -77,3 +77,18 @@ def test_activations(cpu: CPU, size: float) -> None:  # noqa: F811
             x = gate_up if backend is cpu else mx.array(gate_up)
             ours = np.array(getattr(backend, name)(x))
             np.testing.assert_allclose(ours, value, rtol=1e-4, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 32), (33, 96), (70, 544)])
+def test_mxfp4(cpu: CPU, tokens: int, rows: int, columns: int) -> None:  # noqa: F811
+    w = mx.array(noise(56, rows, columns))
+    data, scales = mx.quantize(w, 32, 4, mode="mxfp4")
+    weight = cpu.load(Weight(data, scales, None, 32, 4, "mxfp4"))
+    # Half a byte, and two numbers of 16 bits for 32.
+    assert weight.nbytes == rows * columns * 5 // 8
+    exact = mx.dequantize(data, scales, group_size=32, bits=4, mode="mxfp4", dtype=mx.float32)
+    exact64 = np.array(exact).astype(np.float64)
+    x, bias = noise(57, tokens, columns), noise(58, rows)
+    close(cpu.linear(x, weight, bias), x @ exact64.T + bias, 1e-5)
+    np.testing.assert_array_equal(cpu.embed(weight, [rows - 1, 0]), exact64[[rows - 1, 0]])
