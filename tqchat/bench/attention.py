@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tqchat.bench import charts
 from tqchat.engine.memory import measure as measure_memory
 from tqchat.kernels import BLOCK, GROUP, SINK, TAIL_MIN, Array, Backend, KVView, codec, tile_words
 from tqchat.kernels.layout import TAIL_CAPACITY
@@ -321,3 +322,25 @@ def show(report: Report) -> None:
     Console().print(table)
     for line in report.refused:
         print(line)
+
+
+def report_charts(report: Report) -> list[charts.Chart]:
+    return [
+        charts.Lines(
+            f"attention-{shape}",
+            f"One layer's decode attention, {shape}'s shape, {report.backend}",
+            "tokens",
+            "us",
+            {
+                way: [
+                    (row.context, row.seconds * 1e6)
+                    for row in report.rows
+                    if (row.shape, row.way) == (shape, way)
+                ]
+                for way in WAYS
+            },
+            log_x=True,
+            log_y=True,
+        )
+        for shape in dict.fromkeys(row.shape for row in report.rows)
+    ]

@@ -19,7 +19,9 @@ from tqchat.engine.events import EngineOptions
 from tqchat.models.errors import ModelError
 
 if TYPE_CHECKING:
+    from tqchat.bench import synthetic, ui
     from tqchat.bench.charts import Chart
+    from tqchat.bench.decode import Row
     from tqchat.engine.loading import LoadedModel
 
 
@@ -61,7 +63,7 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("int4", "int3", "fp16"), default="int4")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (all it may use)")
     parser.add_argument("--profile", action="store_true", help="split a decode step into shares")
-    parser.add_argument("--json", action="store_true")
+    _output_arguments(parser)
 
 
 def _synthetic(options: argparse.Namespace) -> int:
@@ -83,16 +85,19 @@ def _synthetic(options: argparse.Namespace) -> int:
         except (ImportError, RuntimeError, ValueError) as error:
             failed[f"mlx-lm, {kv}"] = str(error)
         mx.clear_cache()
-    if options.json:
-        report = {
-            "device": mx.device_info(),
-            "mlx": version("mlx"),
-            "model": options.synthetic,
-            "rows": {name: [asdict(row) for row in rows] for name, rows in measured.items()},
-            "failed": failed,
-        }
-        print(json.dumps(report))
-        return 0
+    report = {
+        "device": mx.device_info(),
+        "model": options.synthetic,
+        "rows": {name: [asdict(row) for row in rows] for name, rows in measured.items()},
+        "failed": failed,
+    }
+    show = partial(_show_synthetic, measured, failed)
+    return _put_out(options, report, synthetic.report_charts(report), show)
+
+
+def _show_synthetic(
+    measured: dict[str, list["synthetic.Row"]], failed: dict[str, str], console: Console
+) -> None:
     table = _table("", "context", "decode tok/s", "with sealing", "GB in use", "MB grown")
     for name, rows in measured.items():
         for row in rows:
@@ -104,10 +109,9 @@ def _synthetic(options: argparse.Namespace) -> int:
                 f"{row.active_bytes / 1e9:.1f}",
                 f"{row.grown_bytes / 1e6:.1f}",
             )
-    Console().print(table)
+    console.print(table)
     for name, reason in failed.items():
         print(f"{name}: {reason}")
-    return 0
 
 
 def _decode(options: argparse.Namespace) -> int:
@@ -127,15 +131,17 @@ def _decode(options: argparse.Namespace) -> int:
         )
     if options.profile:
         shares = {n: decode.profile(loaded, n) for n in options.contexts}
-        if options.json:
-            print(json.dumps({"model": loaded.info.name, "milliseconds": shares}))
-        else:
-            _print_profile(shares)
-        return 0
+        report = {"model": loaded.info.name, "milliseconds": shares}
+        return _put_out(
+            options, report, decode.profile_charts(report), partial(_show_profile, shares)
+        )
     rows = decode.measure(loaded, options.contexts)
-    if options.json:
-        print(json.dumps(decode.as_json(loaded, rows)))
-        return 0
+    report = decode.as_json(loaded, rows)
+    show = partial(_show_decode, loaded, rows)
+    return _put_out(options, report, decode.report_charts(report), show)
+
+
+def _show_decode(loaded: "LoadedModel", rows: Sequence["Row"], console: Console) -> None:
     table = _table(
         "context", "prefill tok/s", "decode tok/s", "first token s", "KV MiB", "peak MiB"
     )
@@ -148,16 +154,24 @@ def _decode(options: argparse.Namespace) -> int:
             f"{row.kv_bytes / 2**20:.1f}",
             f"{row.peak_bytes / 2**20:.0f}",
         )
-    print(f"{loaded.info.name}, {loaded.info.kv} KV, {loaded.info.backend}, {loaded.info.device}")
-    Console().print(table)
-    return 0
+    info = loaded.info
+    print(f"{info.name}, {info.kv} KV, {info.backend}, {info.device}")
+    console.print(table)
+
+
+def _show_profile(shares: dict[int, dict[str, float]], console: Console) -> None:
+    names = list(dict.fromkeys(name for share in shares.values() for name in share))
+    table = _table("context", *(f"{name} ms" for name in names))
+    for context, share in shares.items():
+        table.add_row(f"{context:,}", *(f"{share.get(name, 0.0):.3f}" for name in names))
+    console.print(table)
 
 
 def _attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_attention)
     parser.add_argument("--contexts", type=_numbers, metavar="N,N,...")
     parser.add_argument("--query-tokens", type=int, default=1, metavar="N", help="up to 8 (1)")
-    parser.add_argument("--json", action="store_true")
+    _output_arguments(parser)
 
 
 def _attention(options: argparse.Namespace) -> int:
@@ -170,11 +184,8 @@ def _attention(options: argparse.Namespace) -> int:
     report = attention.measure(
         select(mx.float16), contexts=contexts, query_tokens=options.query_tokens
     )
-    if options.json:
-        print(json.dumps(report.as_json()))
-    else:
-        attention.show(report)
-    return 0
+    drawn = attention.report_charts(report)
+    return _put_out(options, report.as_json(), drawn, lambda console: attention.show(report))
 
 
 def _memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,7 +241,7 @@ def _study(options: argparse.Namespace) -> int:
 
 def _ui_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_ui)
-    parser.add_argument("--json", action="store_true")
+    _output_arguments(parser)
 
 
 def _ui(options: argparse.Namespace) -> int:
@@ -238,21 +249,30 @@ def _ui(options: argparse.Namespace) -> int:
 
     starts, rates = ui.measure_start(), ui.measure_decode()
     rows = [ui.measure(load) for load in ui.LOADS]
-    if options.json:
-        report = {"start": asdict(starts), "decode": asdict(rates), "keys": list(map(asdict, rows))}
-        print(json.dumps(report))
-        return 0
+    report = {"start": asdict(starts), "decode": asdict(rates), "keys": list(map(asdict, rows))}
+    return _put_out(options, report, _ui_charts(rows), partial(_show_ui, starts, rates, rows))
+
+
+def _ui_charts(rows: Sequence["ui.Row"]) -> list["Chart"]:
+    from tqchat.bench.charts import Bars
+
+    slowest: dict[str, float] = {row.load: row.p95 for row in rows}
+    return [Bars("ui", "From a key to the screen, 95 of 100", "ms", slowest)]
+
+
+def _show_ui(
+    starts: "ui.Starts", rates: "ui.Rates", rows: Sequence["ui.Row"], console: Console
+) -> None:
     table = _table("meanwhile", "keys", "p50 ms", "p95 ms", "p99 ms")
     for row in rows:
         times = (f"{value:.1f}" for value in (row.p50, row.p95, row.p99))
         table.add_row(row.load, str(row.keys), *times)
-    Console().print(table)
+    console.print(table)
     print(
         f"First frame after {starts.tqchat:.2f} s, that of an empty application after "
         f"{starts.empty:.2f} s.\nDecoding {rates.screen:.1f} tokens/s beside the screen, "
         f"{rates.headless:.1f} without it: {rates.screen / rates.headless:.1%}."
     )
-    return 0
 
 
 def _output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -286,14 +306,6 @@ def _loaded(model: str | None) -> "LoadedModel":
     from tqchat.models.find import BUILTIN
 
     return load(model or BUILTIN, EngineOptions(), lambda event: None, lambda: False)
-
-
-def _print_profile(shares: dict[int, dict[str, float]]) -> None:
-    names = list(dict.fromkeys(name for share in shares.values() for name in share))
-    table = _table("context", *(f"{name} ms" for name in names))
-    for context, share in shares.items():
-        table.add_row(f"{context:,}", *(f"{share.get(name, 0.0):.3f}" for name in names))
-    Console().print(table)
 
 
 def _table(*headings: str) -> Table:

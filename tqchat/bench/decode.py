@@ -5,13 +5,14 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from tqchat.bench import charts
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.sampler import Rules, sample, token_id
@@ -146,3 +147,26 @@ def as_json(loaded: LoadedModel, rows: Sequence[Row]) -> dict[str, Any]:
         "kv": info.kv,
         "rows": [asdict(row) for row in rows],
     }
+
+
+def report_charts(report: Mapping[str, Any]) -> list[charts.Chart]:
+    """Of `as_json`."""
+    lines = {
+        what: [(row["context"], row[f"{what}_tps"]) for row in report["rows"]]
+        for what in ("prefill", "decode")
+    }
+    title = f"{report['model']}, {report['kv']} KV, {report['device']}"
+    return [charts.Lines("decode", title, "context", "tokens/s", lines, log_x=True, log_y=True)]
+
+
+def profile_charts(report: Mapping[str, Any]) -> list[charts.Chart]:
+    """Of the shares that `profile` gives, by context."""
+    return [
+        charts.Bars(
+            f"decode-profile-{context}",
+            f"A decode step of {report['model']} at {context:,} tokens",
+            "ms",
+            shares,
+        )
+        for context, shares in report["milliseconds"].items()
+    ]

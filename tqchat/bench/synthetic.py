@@ -6,7 +6,7 @@ and without an hour of prefill: `fill` gives a cache any length.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tqchat.bench import charts
 from tqchat.engine.cache import Int4Cache, KVCache
 from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Backend, Weight, select
@@ -304,3 +305,13 @@ def _decode(following: Callable[[mx.array], mx.array], context: int) -> Row:
         mx.get_active_memory(),
         mx.get_active_memory() - before,
     )
+
+
+def report_charts(report: Mapping[str, Any]) -> list[charts.Chart]:
+    """Of a report whose "rows" are Rows as dictionaries, by name."""
+    lines = {
+        name: [(row["context"], row["decode_tps"]) for row in rows]
+        for name, rows in report["rows"].items()
+    }
+    title = f"Decoding a {report['model']} of random weights"
+    return [charts.Lines("decode-synthetic", title, "context", "tokens/s", lines, log_x=True)]
