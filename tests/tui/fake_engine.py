@@ -17,6 +17,7 @@ from tqchat.engine.events import (
     Loading,
     Memory,
     ModelInfo,
+    Planned,
     Prefilling,
     Sampling,
     Stats,
@@ -121,6 +122,9 @@ class FakeEngine:
 
     def say_load_failed(self, message: str) -> None:
         self.events.append(Failed(None, message))
+
+    def say_planned(self, tokens: int, seconds: float | None) -> None:
+        self.events.append(Planned(self.turn, tokens, seconds, 3 * GIB, 8 * GIB))
 
     def say_prefilling(self, done: int, total: int, cached: int = 0) -> None:
         self.events.append(Prefilling(self.turn, done, total, cached))

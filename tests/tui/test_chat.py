@@ -157,6 +157,44 @@ async def test_reading_says_how_far_and_how_long(engine: FakeEngine, clock: Cloc
         await screen.shows("60%", "1,500 of 2,500 tokens", "500 tok/s", "2.0 s left")
 
 
+async def test_what_a_long_reading_takes_is_said_before_it_begins(engine: FakeEngine) -> None:
+    async with chat(engine, (140, 40)) as screen:
+        await screen.send("long")
+        engine.say_planned(100_000, None)
+        await screen.shows("100,000 tokens to read · 3.0 GiB of memory at most, 8.0 GiB stays free")
+        engine.say_planned(100_000, 95.0)
+        await screen.shows("100,000 tokens to read, about 1 min 35 s · 3.0 GiB of memory")
+        engine.say("Read")
+        await screen.until(lambda: "to read" not in screen.screen_text)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(500, None), (100_000, 2.0)])
+async def test_a_short_reading_is_not_announced(
+    engine: FakeEngine, tokens: int, seconds: float | None
+) -> None:
+    async with chat(engine) as screen:
+        await screen.send("short")
+        engine.say_planned(tokens, seconds)
+        engine.say_prefilling(1, tokens)
+        await screen.shows(f"of {tokens:,} tokens")
+        assert "to read" not in screen.screen_text
+
+
+async def test_the_rate_of_reading_follows_how_it_changes(engine: FakeEngine, clock: Clock) -> None:
+    async with chat(engine, (140, 40)) as screen:
+        await screen.send("long")
+        engine.say_prefilling(0, 20_000)
+        await screen.shows("0 of 20,000")
+        done = 0
+        for rate in (1000, *[200] * 20):
+            clock.now += 1
+            done += rate
+            engine.say_prefilling(done, 20_000)
+            await screen.shows(f"{done:,} of 20,000")
+        # By the average it would be 238.
+        await screen.shows("215 tok/s", "1 min 10 s left")
+
+
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
@@ -266,7 +304,7 @@ async def test_escape_stops_loading(engine: FakeEngine) -> None:
 async def test_ctrl_c_copies_else_stops_else_says_how_to_leave(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await screen.pilot.press("ctrl+c")
-        await screen.shows("Ctrl-D or /quit leaves")
+        await screen.shows("To leave: Ctrl-Q, /quit")
         await screen.pilot.press(*"some words", "shift+home")
         await screen.pilot.press("ctrl+c")
         assert screen.app.clipboard == "some words"
@@ -531,50 +569,3 @@ async def test_commands_are_not_in_the_history(engine: FakeEngine) -> None:
         await screen.command("/help")
         await screen.pilot.press("up")
         assert screen.prompt.text == "one"
-
-
-# When it is full
-
-
-async def test_nearly_full_is_said_once(engine: FakeEngine) -> None:
-    async with chat(engine) as screen:
-        for tokens in (7_000, 7_400, 7_500):
-            await screen.send("more")
-            engine.tokens = tokens
-            engine.say_finished("and more")
-            await screen.until(lambda: not screen.app.busy)
-        await screen.shows("nearly full: 792 of 8,192 tokens left")
-        assert screen.screen_text.count("nearly full") == 1
-
-
-async def test_the_oldest_turns_are_dropped_if_the_person_says_so(engine: FakeEngine) -> None:
-    async with chat(engine) as screen:
-        for question, answer in (("one", "1" * 400), ("two", "2" * 400), ("three", "3")):
-            await screen.exchange(question, answer)
-        await screen.send("much")
-        engine.say_failed("It does not fit.", excess=150)
-        await screen.shows("Drop the 2 oldest turns: about 202 tokens", "new conversation")
-        await screen.pilot.press("escape")
-        assert screen.prompt.text == "much"
-        await screen.send("much")
-        assert len(contents(screen)) == 8
-        engine.say_failed("It does not fit.", excess=150)
-        await screen.shows("Drop the 2 oldest turns")
-        await screen.pilot.press("enter")
-        await screen.shows("What came before was dropped", "three", "Enter sends")
-        assert "two" not in screen.screen_text
-        await screen.pilot.press("enter")
-        await screen.until(lambda: engine.turn == 6)
-        assert [text for _, text in contents(screen)[1:]] == ["three", "3", "much"]
-
-
-async def test_room_may_be_made_by_a_new_conversation(engine: FakeEngine) -> None:
-    async with chat(engine) as screen:
-        await screen.exchange("one", "1")
-        await screen.send("much")
-        engine.say_failed("It does not fit.", excess=150)
-        await screen.shows("Begin a new conversation")
-        assert "Drop" not in screen.screen_text
-        await screen.pilot.press("enter")
-        await screen.until(lambda: engine.clears == 1)
-        assert screen.prompt.text == "much"

@@ -1,10 +1,12 @@
 """The conversation as it goes: messages wait, turns run, and what the engine tells is acted on."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from tqchat.chat.conversation import Conversation, Message
 from tqchat.chat.sessions import Session
 from tqchat.engine.events import (
     Counted,
@@ -16,6 +18,7 @@ from tqchat.engine.events import (
     Loading,
     ModelInfo,
     Note,
+    Planned,
     Prefilling,
     Sampling,
     Stats,
@@ -32,10 +35,13 @@ from tqchat.tui.record import Record
 from tqchat.tui.room import Room
 from tqchat.tui.state import NO_USAGE, Figures, Progress
 from tqchat.tui.text import clean_line
+from tqchat.units import bytes_text
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
 
+# From so many tokens and seconds on, it is said what reading takes.
+_LONG_TOKENS, _LONG_S = 1024, 5.0
 _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
     "stopped": "stopped: /continue goes on",
@@ -47,7 +53,8 @@ _ENDINGS: dict[FinishReason, str] = {
 @dataclass
 class Turn:
     """A question under way. `shown` is it as typed, with tokens for what was pasted. `before`: the
-    answer as it was, if this turn goes on with one."""
+    answer as it was, if this turn goes on with one. `then`: what a whole answer is for, if it is no
+    part of the conversation."""
 
     number: int
     question: Question
@@ -55,6 +62,7 @@ class Turn:
     shown: str
     answer: Answer | None = None
     before: str = ""
+    then: Callable[[str], None] | None = None
     tokens: int = 0
     began: float = field(default_factory=lambda: monotonic())
 
@@ -160,6 +168,10 @@ class Dialogue:
             case Failed(None, message):
                 self._failed_to_load(message)
                 return False
+            case Planned(turn):
+                if self._is_running(turn):
+                    self._announce(event)
+                return False
             case Prefilling(turn, done, total, cached):
                 if self._is_running(turn):
                     if self.reading is None:
@@ -243,6 +255,39 @@ class Dialogue:
             engine.take_up(folder)
         self._begin(Turn(self._generate(engine), waiting.question, waiting.text, waiting.shown))
 
+    def ask_aside(
+        self, before: Sequence[Message], text: str, max_tokens: int, then: Callable[[str], None]
+    ) -> None:
+        """Asks `text` after the messages `before`, on the screen but not in the conversation;
+        `then` gets the answer, unless it was stopped."""
+        if self.busy or (engine := self.engine) is None:
+            return
+        question = Question(text)
+        self._app.conversation.append(question)
+        self._app.conversation.show_end()
+        talk = Conversation(self.record.talk.system, [*before, Message("user", text)])
+        number = engine.generate(talk.prompt(), Sampling.of(self.settings), max_tokens)
+        self._begin(Turn(number, question, text, text, then=then))
+
+    def _end_aside(self, turn: Turn) -> None:
+        self._app.conversation.remove_entry(turn.question)
+        if turn.answer is not None:
+            self._app.conversation.remove_entry(turn.answer)
+
+    def begin_with(self, messages: Sequence[Message]) -> None:
+        """Leaves the conversation for a new one, of which this much is said already."""
+        engine, model = self.engine, self.figures.model
+        assert engine is not None
+        assert model is not None
+        self.leave()
+        first, *rest = messages
+        if folder := self.record.ask(first.content, model.name):
+            engine.take_up(folder)
+        else:
+            engine.clear()
+        self.record.replace(1, messages=rest)
+        self.show_record(self.record.session)
+
     def _generate(self, engine: ChatEngine) -> int:
         return engine.generate(
             self.record.talk.prompt(), Sampling.of(self.settings), self.settings.max_tokens
@@ -253,6 +298,21 @@ class Dialogue:
         self.reading = None
         self._app.wake()
 
+    def _announce(self, plan: Planned) -> None:
+        """Says under the question what a long reading takes."""
+        if plan.tokens < _LONG_TOKENS or (plan.seconds is not None and plan.seconds < _LONG_S):
+            return
+        seconds = "" if plan.seconds is None else f", about {seconds_text(plan.seconds)}"
+        self._say_under_question(
+            f"{plan.tokens:,} tokens to read{seconds} · {bytes_text(plan.peak)} of memory at most, "
+            f"{bytes_text(plan.free)} stays free"
+        )
+
+    def _say_under_question(self, note: str) -> None:
+        assert self.turn is not None
+        self.turn.question.waiting(note)
+        self._app.conversation.update_entry(self.turn.question)
+
     def _token(self, text: str) -> bool:
         turn, conversation = self.turn, self._app.conversation
         assert turn is not None
@@ -261,10 +321,12 @@ class Dialogue:
             conversation.insert(conversation.entries.index(turn.question) + 1, turn.answer)
         if not turn.tokens:
             self.reading = None
+            self._say_under_question("")
             self.figures.begin_decoding()
         turn.tokens += 1
         self._text.append(text)
-        self.record.stream(text)
+        if turn.then is None:
+            self.record.stream(text)
         return self.figures.count_tokens(1)
 
     @property
@@ -282,9 +344,16 @@ class Dialogue:
         turn, conversation = self.turn, self._app.conversation
         assert turn is not None
         self.draw_text()
+        self._say_under_question("")
         self.turn = self.reading = None
         self._app.hint("")
-        if reason == "stopped" and not text and not turn.before:
+        if turn.then is not None:
+            self._end_aside(turn)
+            if reason in ("stop", "length") and text.strip():
+                turn.then(text)
+            else:
+                self._app.hint("Not finished: the conversation is as it was.")
+        elif reason == "stopped" and not text and not turn.before:
             self._take_back(turn)
         else:
             self.record.finish(text)
@@ -297,6 +366,8 @@ class Dialogue:
                 conversation.insert(conversation.entries.index(turn.question) + 1, answer)
             else:
                 conversation.update_entry(answer)
+            if reason == "context":
+                self.room.offer()
         self._next()
 
     def _footer(self, reason: FinishReason) -> str:
@@ -321,14 +392,16 @@ class Dialogue:
         if turn.answer is not None:
             turn.answer.finish("not finished", "$warning")
             conversation.update_entry(turn.answer)
-        if turn.answer is not None and turn.before:
+        if turn.then is not None:
+            self._end_aside(turn)
+        elif turn.answer is not None and turn.before:
             self.record.finish(turn.answer.text[len(turn.before) :])
         else:
             self._take_back(turn)
         self._take_back_waiting()
         conversation.append(Fault(message))
         conversation.show_end()
-        if excess:
+        if excess and turn.then is None:
             self.room.offer(excess)
 
     def _take_back(self, turn: Turn) -> None:
@@ -370,7 +443,7 @@ class Dialogue:
         self.turn = self.reading = None
         self.end_editing()
         self._text.clear()
-        self._waiting.clear()
+        self._take_back_waiting()
         self.record.leave()
         if self.figures.model is None:
             self.record.let_go()
@@ -378,7 +451,7 @@ class Dialogue:
         self.figures.speeds.clear()
         self._app.conversation.empty()
 
-    def show_record(self, session: Session) -> None:
+    def show_record(self, session: Session | None) -> None:
         """The conversation that was taken up, as it was left."""
         messages, conversation = self.record.messages, self._app.conversation
         for number, message in enumerate(messages):
@@ -387,7 +460,7 @@ class Dialogue:
                 continue
             answer = Answer()
             answer.feed(message.content)
-            cut = session.unfinished and number == len(messages) - 1
+            cut = session is not None and session.unfinished and number == len(messages) - 1
             answer.finish("not finished: /retry answers again" if cut else "", "$warning")
             conversation.append(answer)
         if self.record.unanswered:

@@ -1,5 +1,6 @@
 """What the panels show: the newest figures, and the speed of the last minutes."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
@@ -7,6 +8,8 @@ from time import monotonic
 from tqchat.engine.events import CacheUse, Memory, ModelInfo, Usage
 
 _SAMPLE_S = 0.5
+# How often progress is looked at, and how long a look counts.
+_LOOK_S, _SMOOTH_S = 0.2, 5.0
 NO_USAGE = Usage(0, 0, 0, 0.0, 0.0, 0.0)
 
 
@@ -38,25 +41,34 @@ class Figures:
 
 @dataclass
 class Progress:
-    """Something with a beginning and an end: loading, prefill. `rate` is per second, smoothed."""
+    """Something with a beginning and an end: loading, prefill. `skipped` was there at the start.
+
+    `rate` is per second, of what is new, smoothed: reading gets slower as a text gets longer.
+    """
 
     label: str
     done: int = 0
     total: int = 0
     skipped: int = 0
-    started: float = field(default_factory=lambda: monotonic())
+    rate: float = 0.0
+    _seen: int = field(init=False)
+    _seen_at: float = field(default_factory=lambda: monotonic())
+
+    def __post_init__(self) -> None:
+        self._seen = self.skipped
 
     def advance(self, done: int, total: int) -> None:
         self.done, self.total = done, total
+        elapsed = monotonic() - self._seen_at
+        if elapsed > _LOOK_S and done > self._seen:
+            rate = (done - self._seen) / elapsed
+            weight = 1 - math.exp(-elapsed / _SMOOTH_S) if self.rate else 1.0
+            self.rate += weight * (rate - self.rate)
+            self._seen, self._seen_at = done, monotonic()
 
     @property
     def share(self) -> float:
         return min(self.done / self.total, 1.0) if self.total else 0.0
-
-    @property
-    def rate(self) -> float:
-        elapsed = monotonic() - self.started
-        return (self.done - self.skipped) / elapsed if elapsed > 0.2 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
