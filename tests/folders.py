@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import mlx.core as mx
@@ -24,19 +25,29 @@ FORGETFUL = CHATML.replace(
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and ChatML's control tokens."""
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+def byte_tokenizer(doublings: int = 0) -> Tokenizer:
+    """One token per byte, and ChatML's control tokens.
+
+    With `doublings`, 2, 4, 8 ... times the same small letter are a token too: long texts of few.
+    """
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [
+        (letter * 2**n, letter * 2**n) for letter in ascii_lowercase for n in range(doublings)
+    ]
+    pieces += ["".join(pair) for pair in merges]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in CONTROL_TOKENS])
     return tokenizer
 
 
-def write_tiny(folder: Path, template: str | None = CHATML, **config: Any) -> Path:
+def write_tiny(
+    folder: Path, template: str | None = CHATML, doublings: int = 0, **config: Any
+) -> Path:
     """A model folder that never ends an answer by itself at temperature 0."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(doublings)
     n_tokens = tokenizer.get_vocab_size()
     values = {**LLAMA, "vocab_size": n_tokens, "eos_token_id": n_tokens - 1, **config}
     weights = llama_weights(values)

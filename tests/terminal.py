@@ -49,6 +49,7 @@ class Terminal:
         term: str = "xterm-256color",
     ) -> None:
         self._master, self._slave = pty.openpty()
+        os.set_blocking(self._master, False)
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self._settings = termios.tcgetattr(self._slave)
         self._screen = pyte.Screen(COLUMNS, ROWS)
@@ -83,8 +84,13 @@ class Terminal:
         """As terminals do it in bracketed paste mode."""
         data = f"\x1b[200~{text}\x1b[201~".encode()
         while data:
-            data = data[os.write(self._master, data[:1024]) :]
-            self.read(0.01)
+            readable, writable, _ = select.select([self._master], [self._master], [])
+            if readable:
+                self.read()
+            if writable:
+                # None of it, at times: a terminal that is nearly full takes no piece.
+                with contextlib.suppress(BlockingIOError):
+                    data = data[os.write(self._master, data[:1024]) :]
 
     def read(self, timeout: float = 0.05) -> bool:
         """Take in what the program has written; False if that is nothing."""

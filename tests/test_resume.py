@@ -1,11 +1,14 @@
 """`tqchat -p` on a conversation that is saved: it goes on, and nothing is read twice."""
 
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,10 @@ from tqchat.chat.sessions import Session
 
 TQCHAT = [sys.executable, "-m", "tqchat"]
 GREEDY = ["--temperature", "0", "--max-tokens", "8"]
+LONGER = [*GREEDY[:-1], "16"]
+SOLD = [f"On day {n} the miller sold {13 * n % 29} sacks of barley." for n in range(1, 31)]
+TEXT = " ".join([*SOLD[:10], "The magic number of Vienna is 7061.", *SOLD[10:]])
+QUESTION = "What is the magic number of Vienna?"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -23,13 +30,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    argv = [*TQCHAT, *map(str, arguments)]
+    stdin = subprocess.DEVNULL
+    return subprocess.run(argv, stdin=stdin, capture_output=True, text=True, timeout=60)
+
+
 @pytest.fixture
 def tqchat() -> Run:
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [*TQCHAT, *map(str, arguments)]
-        stdin = subprocess.DEVNULL
-        return subprocess.run(argv, stdin=stdin, capture_output=True, text=True, timeout=60)
-
     return run
 
 
@@ -64,16 +72,97 @@ def test_a_conversation_goes_on(tqchat: Run, tiny: Path, session_id: str) -> Non
     assert off["cached_tokens"] == 0
 
 
-def test_an_answer_with_the_cache_is_the_answer_without(
-    tqchat: Run, tiny: Path, session_id: str
+@pytest.fixture(scope="module")
+def read_once(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder of data with one conversation and its cache, and the conversation's id."""
+    data = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_DATA_HOME", str(data))
+        with Session.create(str(smollm2_gguf)) as session:
+            pass
+        assert run("--resume", session.id, "-p", TEXT, *LONGER).returncode == 0
+    return data, session.id
+
+
+@dataclass
+class Again:
+    """The answer to a second question, how much of the prompt was not read again, and messages."""
+
+    text: str
+    cached: int
+    messages: str
+
+
+def ask_again(
+    read_once: tuple[Path, str], where: Path, change: Callable[[Path], object], *model: Path
+) -> Again:
+    """Goes on with a copy of the conversation whose saved cache was changed."""
+    data, session_id = read_once
+    shutil.copytree(data, where)
+    change(where / "tqchat" / "sessions" / session_id / "cache")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_DATA_HOME", str(where))
+        done = run(*model, "--resume", session_id, "-p", QUESTION, "--json", *LONGER)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    return Again(answer["text"], answer["cached_tokens"], done.stderr)
+
+
+@pytest.fixture(scope="module")
+def sound(read_once: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Again:
+    return ask_again(read_once, tmp_path_factory.mktemp("sound") / "data", lambda cache: None)
+
+
+def flip(cache: Path) -> None:
+    """One bit in the middle of the sealed blocks."""
+    (segment,) = (file for file in cache.iterdir() if file.name != "state.safetensors")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 4
+    segment.write_bytes(data)
+
+
+def cut(cache: Path) -> None:
+    state = cache / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-100])
+
+
+def rewrite_version(cache: Path) -> None:
+    state = cache / "state.safetensors"
+    state.write_bytes(re.sub(rb'"version": "\d+"', b'"version": "0"', state.read_bytes()))
+
+
+def test_what_was_read_is_not_read_again(sound: Again) -> None:
+    assert "7061" in sound.text
+    assert sound.cached > 350
+    assert sound.messages == ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [(flip, "is damaged"), (cut, "is damaged"), (rewrite_version, "another version of tqchat")],
+)
+def test_after_damage_the_answer_is_the_same_with_a_note(
+    read_once: tuple[Path, str],
+    sound: Again,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    note: str,
 ) -> None:
-    tqchat("--resume", session_id, "-p", "Hello " * 50, *GREEDY)
-    with Session.open(session_id) as session:
-        (session.cache_folder / "state.safetensors").write_bytes(b"damaged")
-    done = tqchat("--resume", session_id, "-p", "And?", "--json", *GREEDY)
-    assert done.returncode == 0
-    assert done.stderr.startswith("tqchat: The saved cache of this conversation is damaged")
-    assert json.loads(done.stdout)["cached_tokens"] == 0
+    again = ask_again(read_once, tmp_path / "data", damage)
+    assert again.text == sound.text
+    assert again.cached < 10
+    assert again.messages.startswith("tqchat: The saved cache of this conversation")
+    assert note in again.messages
+
+
+def test_another_model_reads_for_itself(
+    read_once: tuple[Path, str], tiny: Path, tmp_path: Path
+) -> None:
+    expected = ask_again(read_once, tmp_path / "without", shutil.rmtree, tiny)
+    again = ask_again(read_once, tmp_path / "with", lambda cache: None, tiny)
+    assert (again.text, again.cached) == (expected.text, 0)
+    assert "of another model" in again.messages
+    assert expected.messages == ""
 
 
 def test_a_question_without_an_answer_is_taken_back(tqchat: Run, session_id: str) -> None:
