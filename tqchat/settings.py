@@ -193,6 +193,12 @@ class Settings:
 
 TABLE: dict[str, Field[Any]] = {one.name: one for one in fields(Settings)}
 
+# What can change while a conversation runs.
+CHANGEABLE = [
+    *(name for name, one in TABLE.items() if one.metadata["group"] == "sampling"),
+    "max_tokens",
+]
+
 
 def option(name: str) -> str:
     """A setting's name on the command line."""

@@ -36,7 +36,28 @@ def test_what_is_asked_of_the_commands_is_there() -> None:
     wanted = "help clear reset retry edit continue copy export file sessions rename system set"
     wanted += " model context theme stats plan quit view panel"
     assert set(wanted.split()) <= {command.name for command in COMMANDS}
-    assert completions("/") == list(COMMANDS)
+    assert [one.typed for one in completions("/")] == [f"/{one.name}" for one in COMMANDS]
+
+
+async def test_the_menu_has_descriptions_and_stays_small(engine: FakeEngine) -> None:
+    async with chat(engine, size=(80, 24)) as screen:
+        await screen.pilot.press("/")
+        await screen.shows("/help", "show commands and keys", f"{len(COMMANDS) - 10} more")
+        await screen.pilot.press("up")
+        await screen.shows("/quit", "leave")
+        assert "more" not in screen.screen_text
+        await screen.pilot.press(*"mod", "tab")
+        assert screen.prompt.text == "/model"
+
+
+async def test_names_that_can_be_set_are_completed(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.pilot.press(*"/set top")
+        await screen.shows("top_p", "0.95; 1 switches it off", "top_k")
+        await screen.pilot.press("down", "enter")
+        assert screen.prompt.text == "/set top_k "
+        await screen.pilot.press(*"7", "enter")
+        await screen.shows("top_k: 7")
 
 
 async def test_the_palette_has_them_all(engine: FakeEngine) -> None:

@@ -2,9 +2,11 @@
 come."""
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from tqchat.settings import CHANGEABLE, TABLE
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
@@ -13,13 +15,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Command:
     """`bare`: also understood without the slash, when it is all that was typed. `argument`: what
-    may be written after the name, in brackets if it may be left out."""
+    may be written after the name, in brackets if it may be left out; `words`: what it may begin
+    with, and what that means."""
 
     name: str
     help: str
     run: Callable[["ChatApp", str], None]
     bare: tuple[str, ...] = ()
     argument: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usage(self) -> str:
@@ -89,6 +93,7 @@ COMMANDS = (
         "show how answers are sampled, or set one of it",
         lambda app, words: app.reports.set(words),
         argument="[NAME VALUE]",
+        words={name: TABLE[name].metadata["help"] for name in CHANGEABLE},
     ),
     Command(
         "model",
@@ -153,8 +158,31 @@ def find(text: str) -> Call | Unknown | None:
     return Unknown(name, next((c for c in COMMANDS if c.name in close), None))
 
 
-def completions(text: str) -> list[Command]:
-    """The commands that what is typed so far may become."""
-    if not text.startswith("/") or any(character.isspace() for character in text):
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """`typed`: the whole text it makes; `name` and `help` are shown. `is_whole`: it can be run."""
+
+    typed: str
+    name: str
+    help: str
+    is_whole: bool = True
+
+
+def completions(text: str) -> list[Completion]:
+    """What a command that is being typed may become."""
+    name, space, start = text[1:].lower().partition(" ")
+    if not text.startswith("/") or any(character.isspace() for character in name + start):
         return []
-    return [command for command in COMMANDS if command.name.startswith(text[1:].lower())]
+    if not space:
+        return [
+            Completion(f"/{command.name}", f"/{command.name}", command.help)
+            for command in COMMANDS
+            if command.name.startswith(name)
+        ]
+    words = next((command.words for command in COMMANDS if command.name == name), {})
+    start = start.replace("-", "_")
+    return [
+        Completion(f"/{name} {word} ", word, help, is_whole=False)
+        for word, help in words.items()
+        if word.startswith(start) and word != start
+    ]

@@ -4,19 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tqchat.settings import TABLE
+from tqchat.settings import CHANGEABLE, TABLE
 from tqchat.tui.entries import Listing
 from tqchat.tui.figures import rate_text, seconds_text
 from tqchat.tui.text import clean_line
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
-
-# What can change while a conversation runs.
-SETTABLE = [
-    *(name for name, one in TABLE.items() if one.metadata["group"] == "sampling"),
-    "max_tokens",
-]
 
 
 class Reports:
@@ -95,7 +89,7 @@ class Reports:
         name, _, value = words.partition(" ")
         name, value = name.replace("-", "_").lower(), value.strip()
         dialogue = self._app.dialogue
-        if name and name not in SETTABLE:
+        if name and name not in CHANGEABLE:
             self._refuse(words, f"There is no {name}. /set lists what there is.")
         elif name and not value:
             self._refuse(words, f"A value is missing: {TABLE[name].metadata['help']}; or default.")
@@ -112,7 +106,7 @@ class Reports:
                 dialogue.settings = replace(dialogue.settings, **{name: chosen})
                 self._app.hint(f"{name}: {self._value(name)}, from the next answer on.")
         else:
-            pairs = [(one, self._value(one)) for one in SETTABLE]
+            pairs = [(one, self._value(one)) for one in CHANGEABLE]
             self._show("Sampling: /set NAME VALUE, or default for VALUE", pairs)
 
     def _value(self, name: str) -> str:

@@ -18,19 +18,20 @@ from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from tqchat.tui.attached import Attached, Attachments
-from tqchat.tui.commands import Command, completions
+from tqchat.tui.commands import Completion, completions
 from tqchat.tui.history import History
 from tqchat.tui.places import Place, places
 from tqchat.tui.text import clean_line, clean_paste
 
 TALLEST = 10
+MOST_ROWS = 10
 _LONGEST_PASTE = 2_000
 _PLACE = re.compile(r"(?:^|(?<=\s))@(\S*)$")
 _MOST_PASTED_LINES = 20
 # Not printable, so a text area would drop them; emoji and Persian are written with them.
 _JOINERS = ("\u200c", "\u200d")
 
-Choice: TypeAlias = Command | Place
+Choice: TypeAlias = Completion | Place
 
 
 class Prompt(TextArea):
@@ -143,7 +144,10 @@ class Prompt(TextArea):
             self._take_place(choice)
             return
         if choice is not None:
-            self.text = f"/{choice.name}"
+            self.text = choice.typed
+            if not choice.is_whole:
+                self.move_cursor(self.document.end)
+                return
         shown = self.text.strip("\n").rstrip()
         if not shown.strip():
             return
@@ -163,7 +167,7 @@ class Prompt(TextArea):
         if isinstance(choice, Place):
             self._take_place(choice)
         elif choice is not None:
-            self.text = f"/{choice.name}"
+            self.text = choice.typed
             self.move_cursor(self.document.end)
 
     def _choices(self) -> Sequence[Choice]:
@@ -341,16 +345,19 @@ class CommandMenu(Static):
         pairs = [
             (f"@{clean_line(one.typed)}", "")
             if isinstance(one, Place)
-            else (f"/{one.name}".ljust(12), one.help)
+            else (one.name.ljust(12), one.help)
             for one in self._found
         ]
         width = max(len(name) + len(help) for name, help in pairs) + 2
         rows = []
-        for index, (name, help) in enumerate(pairs):
+        first = max(0, min(self._place - MOST_ROWS // 2, len(pairs) - MOST_ROWS))
+        for index, (name, help) in list(enumerate(pairs))[first : first + MOST_ROWS]:
             here = index == self._place
             row = Content.assemble(
                 (f" {name} ", "bold $primary" if here else "$primary"),
                 (help.ljust(width - len(name)), "$text" if here else "$text-muted"),
             )
             rows.append(row.stylize_before("on $panel") if here else row)
+        if below := len(pairs) - first - len(rows):
+            rows.append(Content.styled(f" ↓ {below} more", "$text-muted"))
         self.update(Content("\n").join(rows))
