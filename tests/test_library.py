@@ -67,6 +67,25 @@ def test_what_fits_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert dense[eight.name].context < eight.context
 
 
+def test_the_list_has_what_is_here_and_what_could_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(plan, "device", lambda: plan.Limit(6 * GIB, 60 * GIB))
+    monkeypatch.setattr(library, "installed", lambda: [])
+    assert library.show() == 0
+    assert "No model yet" in capsys.readouterr().out
+    here = [Installed("org/tiny", "hub", write_tiny(tmp_path / "tiny"), 1234)]
+    monkeypatch.setattr(library, "installed", lambda: here)
+    assert library.show() == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["org/tiny", "llama"] in [line[:2] for line in lines]
+    largest = next(
+        line for line in lines if line and line[0].endswith("Llama-3.3-70B-Instruct-4bit")
+    )
+    assert largest[1:] == ["39.69", "GB", "-", "Llama", "3.3"]
+
+
 def test_getting_what_is_here_and_what_is_no_model(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "tiny")
     assert library.get(str(folder), lambda *_: None, lambda: False) == (str(folder), "")

@@ -1,7 +1,7 @@
 """The models to choose from, `tqchat models` and `tqchat pull`."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from tqchat.models import download
 from tqchat.models.checkpoint import describe
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError, Stopped
-from tqchat.models.find import BUILTIN, fetch, installed, resolve
+from tqchat.models.find import BUILTIN, Installed, fetch, installed, resolve
 from tqchat.models.recommended import recommended
 from tqchat.models.registry import architecture
 
@@ -88,11 +88,24 @@ def get(
 
 
 def show() -> int:
-    """List the models on this machine. Returns the exit code."""
-    models = installed()
-    if not models:
+    """List the models on this machine, and those to fetch. Returns the exit code."""
+    if models := installed():
+        _show_installed(models)
+    else:
         print(f"No model yet. `tqchat` fetches {BUILTIN}; `tqchat pull ORG/NAME` fetches another.")
-        return 0
+    table = Table(box=None, pad_edge=False)
+    for heading in ("recommended", "size", "context", "licence"):
+        table.add_column(heading, justify="right" if heading in ("size", "context") else "left")
+    for offer in offers("int4"):
+        if not offer.is_here:
+            fits = f"{offer.context:,}" if offer.context else "-"
+            table.add_row(offer.name, f"{offer.size / 1e9:.2f} GB", fits, offer.licence)
+    print("\n`tqchat pull` fetches these; their context is what fits on this device.\n")
+    Console().print(table)
+    return 0
+
+
+def _show_installed(models: Sequence[Installed]) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("model", "architecture", "weights", "size", "context"):
         table.add_column(heading, justify="right" if heading in ("size", "context") else "left")
@@ -108,7 +121,6 @@ def show() -> int:
         row = (model.name, str(kind), found.format, size, context)
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
-    return 0
 
 
 def pull(name: str) -> int:
