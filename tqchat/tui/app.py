@@ -295,7 +295,7 @@ class ChatApp(App[int]):
     def action_copy_or_stop(self) -> None:
         selected = self.screen.get_selected_text() or self.prompt.selected_text
         if selected:
-            self._copy(selected, "The selection")
+            self._copy(selected, "the selection")
             self.screen.clear_selection()
         elif self.busy:
             self.action_stop()
@@ -387,7 +387,7 @@ class ChatApp(App[int]):
             if message.role == "assistant"
         ]
         if answers:
-            self._copy(answers[-1], "The last answer")
+            self._copy(answers[-1], "the last answer")
         else:
             self.hint("There is no answer to copy yet.")
 
@@ -404,8 +404,7 @@ class ChatApp(App[int]):
         self._copy_code(event.code)
 
     def _copy_code(self, code: Code) -> None:
-        first = clean_line(code.text)[:20]
-        self._copy(code.text, f"Code, {first!r} …")
+        self._copy(code.text, f"code, {clean_line(code.text)[:20]!r}")
 
     def action_toggle_thoughts(self) -> None:
         if not self.conversation.toggle_thoughts():
@@ -417,12 +416,8 @@ class ChatApp(App[int]):
 
     @work(thread=True, exit_on_error=False)
     def _copy_by_program(self, text: str, what: str) -> None:
-        size = f"{len(text):,} characters"
-        if clipboard.copy(text):
-            said = f"{what}: {size} copied."
-        else:
-            said = f"{what}: {size} sent to the terminal, if it takes them (OSC 52)."
-        self.call_from_thread(self.hint, said)
+        copied = "Copied" if clipboard.copy(text) else "Copied, if the terminal can"
+        self.call_from_thread(self.hint, f"{copied}: {what}, {len(text):,} characters.")
 
 
 def run(settings: Settings, session: Session | None = None, choose: bool = False) -> int:
