@@ -273,6 +273,19 @@ async def test_the_picker_shows_what_fits(engine: FakeEngine) -> None:
         assert engine.loads == ["smollm2"]
 
 
+@pytest.mark.parametrize("size", [(80, 24), (80, 20), (200, 60)])
+async def test_a_long_list_leaves_room_for_what_is_said_below(
+    engine: FakeEngine, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [Offer(f"org/model-{number}", 1, 1, is_here=True) for number in range(60)]
+    monkeypatch.setattr(library, "offers", lambda kv: many)
+    async with chat(engine, size=size) as screen:
+        await screen.command("/model")
+        await screen.shows("Models", "org/model-0", "Enter takes")
+        await screen.pilot.press("up")
+        await screen.shows("org/model-59")
+
+
 @pytest.mark.usefixtures("offered")
 async def test_another_model_takes_over_the_conversation(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
