@@ -13,6 +13,13 @@ from textual.content import Content
 from tqchat.tui.text import wrap_offsets
 
 EMPTY = Content("")
+_LEAST_ROOM = 8
+"""Cells for a text itself, however deep it is nested."""
+
+
+def _within(margin: Content, width: int) -> Content:
+    most = max(width - _LEAST_ROOM, 0)
+    return margin if margin.cell_length <= most else margin[:most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +61,14 @@ class Line:
     fill: str = ""
 
     def rows(self, width: int) -> list[Row]:
-        room = max(width - max(self.first.cell_length, self.rest.cell_length), 8)
+        first, rest = _within(self.first, width), _within(self.rest, width)
+        room = width - max(first.cell_length, rest.cell_length)
         body = self.body.expand_tabs(4)
         pieces = body.divide(wrap_offsets(body.plain, room))
         rows: list[Row] = []
         joint = "\n"
         for number, piece in enumerate(pieces):
-            margin = self.rest if number else self.first
+            margin = rest if number else first
             # A row that broke at a space ends in it; the text that it came from keeps it.
             text = piece.plain
             end = len(text.rstrip()) if number < len(pieces) - 1 else len(text)
@@ -80,10 +88,11 @@ class Label:
 
     def rows(self, width: int) -> list[Row]:
         tail = Content.styled("copy  ", f"$text-muted {self.fill}")
-        room = max(width - self.margin.cell_length - tail.cell_length - 1, 0)
+        margin = _within(self.margin, width)
+        room = max(width - margin.cell_length - tail.cell_length - 1, 0)
         language = Content(self.code.language).truncate(room, ellipsis=True)
-        content = self.margin + language.stylize(f"$text-muted {self.fill}")
-        return [Row(content, "\n", len(self.margin), self.fill, tail, self.code)]
+        content = margin + language.stylize(f"$text-muted {self.fill}")
+        return [Row(content, "\n", len(margin), self.fill, tail, self.code)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,9 @@ class Rule:
     margin: Content = EMPTY
 
     def rows(self, width: int) -> list[Row]:
-        line = Content.styled("─" * max(width - self.margin.cell_length, 1), "$rule")
-        return [Row(self.margin + line, skip=len(self.margin))]
+        margin = _within(self.margin, width)
+        line = Content.styled("─" * (width - margin.cell_length), "$rule")
+        return [Row(margin + line, skip=len(margin))]
 
 
 def lines(
