@@ -129,3 +129,16 @@ def test_gemma_4_thinks_when_it_is_told_to(
     assert off[-1] == tokens["<channel|>"]
     assert tokens["<|think|>"] in on
     assert tokens["<channel|>"] not in on
+
+
+@pytest.mark.parametrize("family", ["harmony", "gemma4"])
+def test_a_later_prompt_goes_on_from_where_the_answer_began(
+    folder_of: Callable[[str], Path], tokenizer_of: TokenizerOf, family: str
+) -> None:
+    """What was thought is not read again, and nothing before it is either."""
+    template, tokenizer = ChatTemplate.from_folder(folder_of(family)), tokenizer_of(family)
+    turns = [Message("system", "Be brief."), Message("user", "Where?")]
+    first = template.prompt_ids(tokenizer, turns, enable_thinking=True)
+    turns += [Message("assistant", "<think>Hm.</think>\n\nIn Paris."), Message("user", "Why?")]
+    later = template.prompt_ids(tokenizer, turns, enable_thinking=True)
+    assert later[: len(first)] == first
