@@ -20,6 +20,8 @@ def test_texts_are_counted_while_an_answer_is_written(tmp_path: Path) -> None:
     numbers = {
         engine.count(text): len(text.encode()) for text in ("", "na\xefve", "<|im_end|>" * 9)
     }
+    # <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n: three tokens, the rest bytes.
+    numbers[engine.count([Message("user", "Hello")])] = 3 + len("user\nHello\nassistant\n")
     counted = {}
     while len(counted) < len(numbers):
         event = engine.wait(60)

@@ -56,7 +56,7 @@ class FakeEngine:
     clears: int = 0
     closed: bool = False
     folders: list[Path] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | Sequence[Message]] = field(default_factory=list)
     tokens: int = 0
 
     def load(self, model: str) -> None:
@@ -82,10 +82,15 @@ class FakeEngine:
         self.folders.append(folder)
         self.events.append(TakenUp(self.cache, self.memory))
 
-    def count(self, text: str) -> int:
-        """A token is four characters long, the last one of a text perhaps less."""
+    def count(self, text: str | Sequence[Message]) -> int:
+        """A token is four characters long, the last one of a text perhaps less. The template puts
+        five around a message."""
         self.texts.append(text)
-        self.events.append(Counted(len(self.texts), -(-len(text) // 4)))
+        texts = [text] if isinstance(text, str) else [message.content for message in text]
+        tokens = sum(-(-len(one) // 4) for one in texts)
+        if not isinstance(text, str):
+            tokens += 5 * len(text)
+        self.events.append(Counted(len(self.texts), tokens))
         return len(self.texts)
 
     def close(self, timeout: float | None = None) -> bool:

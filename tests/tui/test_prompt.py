@@ -288,12 +288,17 @@ async def test_a_file_that_cannot_be_read_is_said(engine: FakeEngine, tmp_path: 
 
 
 async def test_the_box_says_what_would_be_sent_and_what_is_left(engine: FakeEngine) -> None:
+    """With what the chat template puts around it: the system prompt and two messages' marks, and
+    later those of the answer and the message."""
     async with chat(engine) as screen:
+        await screen.pilot.press(*"12345678")
+        await screen.shows(" 15 tokens", "8,177 left")
+        screen.prompt.text = ""
         await screen.exchange("one", "1")
         await screen.pilot.press(*"12345678")
-        await screen.shows("2 tokens", "8,126 left")
+        await screen.shows(" 12 tokens", "8,116 left")
         await paste(screen, "z" * 40_000)
-        await screen.shows("10,002 tokens", "1,874 too many")
+        await screen.shows("10,012 tokens", "1,884 too many")
         assert engine.texts.count("z" * 40_000) == 1
 
 

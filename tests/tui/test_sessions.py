@@ -141,6 +141,13 @@ async def test_what_was_not_answered_is_shown_and_retried(
         await screen.until(lambda: on_disk() == [("user", "Where?"), ("assistant", "There.")])
 
 
+async def test_what_must_be_read_again_counts(engine: FakeEngine) -> None:
+    session = saved(("q" * 400, "a" * 800))
+    async with chat(engine, session=session) as screen:
+        await screen.pilot.press(*"12345678")
+        await screen.shows("12 tokens", "≈ ", f"{8192 - 300 - 12:,} left")
+
+
 async def test_an_unanswered_question_goes_with_the_next_one(engine: FakeEngine) -> None:
     session = saved(("Where?", ""), answered=False)
     async with chat(engine, session=session) as screen:

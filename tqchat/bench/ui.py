@@ -251,7 +251,7 @@ class _Scripted:
                 self.events.append(Stats(usage, self._cache, self._memory))
             time.sleep(1 / TOKENS_PER_S)
 
-    def count(self, text: str) -> int:
+    def count(self, text: str | Sequence[Message]) -> int:
         return 0
 
     def take_up(self, folder: Path) -> None: ...

@@ -102,7 +102,7 @@ class Engine:
     def generate(
         self, messages: Sequence[Message], sampling: Sampling, max_tokens: int | None = None
     ) -> int:
-        """Queue a turn; its number marks its events, which end with one Finished or Failed."""
+        """Queue a turn; its number marks its events, Planned first, one Finished or Failed last."""
         held = tuple(messages)
         return self._add(lambda job: self._generate(job, held, sampling, max_tokens), is_turn=True)
 
@@ -114,13 +114,13 @@ class Engine:
         """
         self._add(lambda job: self._take_up(job, folder), is_turn=False)
 
-    def count(self, text: str) -> int:
-        """Have a text's tokens counted: a Counted event with this number follows, soon and without
-        waiting for turns, if a model is loaded."""
+    def count(self, text: str | Sequence[Message]) -> int:
+        """Have the tokens of a text counted, or of messages in the chat template: a Counted event
+        with this number follows, soon and without waiting for turns, if a model is loaded."""
         return self._counting.count(text)
 
     def stop(self) -> None:
-        """Stop everything asked for so far, between chunks or tokens."""
+        """Stop everything asked for so far, between layers or tokens. What was read is kept."""
         with self._lock:
             self._stopped_to = self._last_job
 
@@ -190,14 +190,15 @@ class Engine:
             self._emit(Failed(job.turn, f"Internal error: {type(error).__name__}: {error}"))
 
     def _load(self, job: int, model: str | None) -> None:
-        self._loaded = self._session = self._counting.tokenizer = None
+        self._loaded = self._session = None
+        self._counting.forget()
         mx.clear_cache()
         if self._options.wire:
             self._wiring.wire()
         self._loaded = load(model, self._options, self._emit, lambda: self._stopped(job))
         remember(self._loaded.info.name)
         self._session = Session(self._loaded)
-        self._counting.tokenizer = self._loaded.tokenizer
+        self._counting.use(self._loaded.tokenizer, self._loaded.template)
         self._session.warm_up()
         if self._folder is not None:
             self._restore(job, self._session, self._folder)

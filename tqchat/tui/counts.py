@@ -2,18 +2,22 @@
 
 from collections import OrderedDict
 
+from tqchat.chat.conversation import Message
+
+Countable = str | tuple[Message, ...]
+
 _MOST_KEPT = 1_000
 _CHARACTERS_PER_TOKEN = 4
 
 
 class Counts:
-    """Each text is asked for once."""
+    """Each text, or group of messages, is asked for once."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, int] = OrderedDict()
-        self._asked: dict[int, str] = {}
+        self._known: OrderedDict[Countable, int] = OrderedDict()
+        self._asked: dict[int, Countable] = {}
 
-    def known(self, text: str) -> int | None:
+    def known(self, text: Countable) -> int | None:
         return self._known.get(text) if text else 0
 
     def guess(self, text: str) -> int:
@@ -21,10 +25,10 @@ class Counts:
         known = self.known(text)
         return -(-len(text) // _CHARACTERS_PER_TOKEN) if known is None else known
 
-    def is_asked(self, text: str) -> bool:
+    def is_asked(self, text: Countable) -> bool:
         return text in self._asked.values()
 
-    def ask(self, number: int, text: str) -> None:
+    def ask(self, number: int, text: Countable) -> None:
         """The engine was asked for `text`, under `number`."""
         self._asked[number] = text
 

@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tqchat.tui.counts import Counts
+from tqchat.chat.conversation import Conversation, Message
+from tqchat.tui.counts import Countable, Counts
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
 
 _PAUSE_S = 0.3
+# A message's text, where any would do.
+_ANY = "x"
 
 
 class Draft:
@@ -62,15 +65,29 @@ class Draft:
         typed = prompt.attachments.typed(shown)
         if monotonic() >= self._count_at:
             texts.append(typed)
-        self._ask(texts)
+        self._ask([*texts, *(self._framed() if shown else ())])
         self._draw(shown, typed)
 
-    def _ask(self, texts: Sequence[str]) -> None:
+    def _ask(self, texts: Sequence[Countable]) -> None:
         dialogue = self._app.dialogue
         if dialogue.figures.model is not None and (engine := dialogue.engine) is not None:
             for text in texts:
                 if self._counts.known(text) is None and not self._counts.is_asked(text):
                     self._counts.ask(engine.count(text), text)
+
+    def _framed(self) -> list[Countable]:
+        """A message in the chat template, and what of it is not the template's: the first one with
+        the system prompt, or a later one, in a conversation as short as can be."""
+        first, talk = Message("user", _ANY), self._app.dialogue.record.talk
+        if talk.messages:
+            return [(first, Message("assistant", _ANY), first), (first,), _ANY, _ANY]
+        return [tuple(Conversation(talk.system, [first]).prompt()), _ANY]
+
+    def _frame(self) -> int | None:
+        """Tokens of the template around the message; None until they are counted."""
+        counted = [self._counts.known(one) for one in self._framed()]
+        known = [tokens for tokens in counted if tokens is not None]
+        return known[0] - sum(known[1:]) if len(known) == len(counted) else None
 
     def _draw(self, shown: str, typed: str) -> None:
         subtitle, full = "", False
@@ -79,9 +96,13 @@ class Draft:
         if shown and cache is not None and cache.context and not shown.startswith("/"):
             attachments = self._app.prompt.attachments
             texts = [*(one.text for *_, one in attachments.spans(shown)), typed]
-            tokens = sum(map(self._counts.guess, texts))
-            about = "≈ " if any(self._counts.known(text) is None for text in texts) else ""
-            left = cache.context - dialogue.held - tokens
+            frame = self._frame()
+            tokens = sum(map(self._counts.guess, texts)) + (frame or 0)
+            # A conversation that was taken up without its cache is read with the message.
+            unread = [] if dialogue.held else [one.content for one in dialogue.record.messages]
+            counted = [frame, *map(self._counts.known, [*texts, *unread])]
+            about = "≈ " if None in counted else ""
+            left = cache.context - dialogue.held - sum(map(self._counts.guess, unread)) - tokens
             full = left < 0
             rest = f"{-left:,} too many" if full else f"{left:,} left"
             subtitle = f"{about}{tokens:,} tokens · {rest}"
