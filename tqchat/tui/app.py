@@ -85,6 +85,7 @@ class ChatApp(App[int]):
         ("Esc", "stop the answer; what waits comes back to the prompt"),
         ("Ctrl-C", "copy what is selected, else stop"),
         ("Ctrl-D", "leave, when the prompt is empty"),
+        ("Ctrl-Q", "leave"),
         ("Up, Down", "earlier messages; Ctrl-R searches them"),
         ("F3, F4", "view or edit the text of the token at the cursor"),
         ("Ctrl-G", "write in $EDITOR"),

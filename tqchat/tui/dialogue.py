@@ -210,7 +210,7 @@ class Dialogue:
     def _failed_to_load(self, message: str) -> None:
         self.loading = None
         self._app.conversation.append(
-            Fault(f"{clean_line(message)}\n/retry tries to load the model again, /quit leaves.")
+            Fault(f"{clean_line(message)}\n/retry tries to load it again, /model chooses another.")
         )
         self._take_back_waiting()
 

@@ -27,9 +27,7 @@ class Picker(ModalScreen[Chosen | None]):
 
     def __init__(self, typed: str = "", placeholder: str = "Search") -> None:
         super().__init__()
-        self._input = Input(
-            typed, placeholder=placeholder, compact=True, select_on_focus=False
-        )
+        self._input = Input(typed, placeholder=placeholder, compact=True, select_on_focus=False)
         self._list = OptionList(markup=False, compact=True)
         self._list.can_focus = False
         self._line = Static(markup=False, classes="line")
