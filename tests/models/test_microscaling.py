@@ -1,6 +1,7 @@
 """MXFP4, MXFP8 and NVFP4 weights as MLX stores them, against MLX; gpt-oss as OpenAI stores it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ from mlx_lm.models import gpt_oss
 from tests.models.test_families import CASES, native, plain
 from tests.tiny import build_model
 from tqchat.engine.cache import DenseCache, make_caches
+from tqchat.engine.loading import _stored_dtype
 from tqchat.kernels import Backend, Weight
+from tqchat.models.checkpoint import Checkpoint
 
 # Group size and bits.
 MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
@@ -85,3 +88,15 @@ def test_gpt_oss_as_openai_stores_it() -> None:
             for name, x in (("gate_up", both), ("down", down)):
                 stored[f"{prefix}.{name}_proj_{kind}"] = blocks(x) if part == "weight" else x
     np.testing.assert_array_equal(logits(stored, plain()), logits(tensors, plain()))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_activations_are_of_the_norms_type_where_scales_are_bytes(dtype: mx.Dtype) -> None:
+    data, scales = mx.quantize(mx.ones((2, 32)), 32, 4, mode="mxfp4")
+    weights = {
+        "model.embed_tokens.weight": data,
+        "model.embed_tokens.scales": scales,
+        "model.norm.weight": mx.ones((32,), dtype),
+    }
+    checkpoint = Checkpoint(Path(), {}, weights, {}, None, 0)
+    assert _stored_dtype(checkpoint) == dtype

@@ -137,10 +137,10 @@ def suggested(generation_config: Mapping[str, Any]) -> dict[str, float]:
 
 def _stored_dtype(checkpoint: Checkpoint) -> mx.Dtype:
     """The 16-bit type that a checkpoint's activations are meant to have."""
-    for key in ("model.embed_tokens.scales", "model.embed_tokens.weight"):
-        if key in checkpoint.weights:
-            return checkpoint.weights[key].dtype
-    return mx.float16
+    names = ("model.embed_tokens.scales", "model.embed_tokens.weight", "model.norm.weight")
+    dtypes = [checkpoint.weights[name].dtype for name in names if name in checkpoint.weights]
+    # MXFP4 and its like have scales of bytes.
+    return next((x for x in dtypes if x in (mx.float16, mx.bfloat16, mx.float32)), mx.float16)
 
 
 def _device_name() -> str:
