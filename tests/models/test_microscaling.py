@@ -1,5 +1,6 @@
 """MXFP4, MXFP8 and NVFP4 weights as MLX stores them, against MLX; gpt-oss as OpenAI stores it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from tests.tiny import build_model
 from tqchat.engine.cache import DenseCache, make_caches
 from tqchat.engine.loading import _stored_dtype
 from tqchat.kernels import Backend, Weight
-from tqchat.models.checkpoint import Checkpoint
+from tqchat.models.checkpoint import Checkpoint, describe
+from tqchat.models.config import Config
+from tqchat.models.registry import architecture
+from tqchat.plan import weights_bytes
 
 # Group size and bits.
 MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
@@ -100,3 +104,20 @@ def test_activations_are_of_the_norms_type_where_scales_are_bytes(dtype: mx.Dtyp
     }
     checkpoint = Checkpoint(Path(), {}, weights, {}, None, 0)
     assert _stored_dtype(checkpoint) == dtype
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("junk", [{}, {"bits": "four", "group_size": [1]}])
+def test_the_formats_are_named_and_planned(tmp_path: Path, mode: str, junk: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization": junk | {"mode": mode}})
+    )
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"x": mx.zeros((4,), mx.uint8)})
+    found = describe(tmp_path)
+    assert found.format == mode
+    config = Config("tiny", found.config)
+    shape = architecture(config).parse(config)
+    group_size, bits = MODES[mode]
+    # A byte for the scale of each group.
+    expected = shape.n_parameters * (bits + 8 / group_size) / 8
+    assert weights_bytes(config, shape) == pytest.approx(expected, rel=1e-6)

@@ -86,10 +86,13 @@ def describe(path: Path) -> Description:
         config = _gguf_architecture(path, header).read_config(path, header)
         for tensor in header.tensors:
             nbytes[tensor.type.name] += tensor.nbytes
-    bits = config.get("quantization", {}).get("bits")
+    stored = nbytes.most_common(1)[0][0]
+    if path.is_dir() and (quantization := config.get("quantization")):
+        mode = quantization.get("mode", "affine")
+        stored = f"{quantization['bits']}-bit" if mode == "affine" else mode
     return Description(
         config=config,
-        format=f"{bits}-bit" if bits and path.is_dir() else nbytes.most_common(1)[0][0],
+        format=stored,
         weights_bytes=nbytes.total(),
     )
 

@@ -9,6 +9,8 @@ from typing import Any
 from tqchat.models.errors import ModelError
 from tqchat.models.multimodal import text_config
 
+# Bits and group size of codes that are small floats.
+_FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX = "model.safetensors.index.json"
 _LARGEST_JSON = 64 << 20
@@ -56,8 +58,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(quantization, dict):
         raise ModelError(f"{folder}/config.json: quantization is not an object. Fetch it again.")
     method = quantization.get("quant_method") or quantization.get("mode") or "affine"
-    if method in ("mxfp4", "mxfp8", "nvfp4"):
-        return config | {"quantization": quantization}
+    if isinstance(method, str) and method in _FLOATS:
+        bits, group_size = _FLOATS[method]
+        known = {"mode": method, "bits": bits, "group_size": group_size}
+        return config | {"quantization": quantization | known}
     if method != "affine":
         raise ModelError(
             f"{folder} is quantised with {method}, which is not supported. Choose a version in "
