@@ -171,7 +171,7 @@ def _drawn(chart: Chart, shade: str, form: str) -> bytes:
         ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color"), edge
     )
     with matplotlib.rc_context(style):
-        figure = figures.Figure(figsize=(7.2, 4.2), layout="constrained")
+        figure = figures.Figure(figsize=(7.2, _height(chart)), layout="constrained")
         figure.suptitle(chart.title, fontsize=10)
         _DRAW[type(chart)](figure, chart)
         file = io.BytesIO()
@@ -179,6 +179,11 @@ def _drawn(chart: Chart, shade: str, form: str) -> bytes:
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         figure.savefig(file, format=form, dpi=160, transparent=True, metadata=metadata)
     return file.getvalue()
+
+
+def _height(chart: Chart) -> float:
+    """Inches; bars need some each."""
+    return max(4.2, 0.6 + 0.24 * len(chart.bars)) if isinstance(chart, Bars) else 4.2
 
 
 def _draw_lines(figure: Any, chart: Lines) -> None:

@@ -40,7 +40,7 @@ def _scale_of_attention(e: Evidence) -> Finding:
         f"On the same activations (Llama 70B's shape) scores err {loud.score_error:.2f} at 1.0 and "
         f"{soft.score_error:.3f} at 0.0884, {loud.score_error / soft.score_error:.1f} times as the "
         f"scales are; the output's cosine is off by {1 - loud.cosine:.4f} and "
-        f"{1 - soft.cosine:.5f}, {times:.0f} times.",
+        f"{1 - soft.cosine:.5f}, {times:.1f} times.",
     )
 
 
@@ -95,7 +95,7 @@ def _qjl_by_depth(e: Evidence) -> Finding:
     rows = [row.score_correlation for row in e.layers["qjl"]]
     early, deep = fmean(rows[: len(rows) // 8 + 1]), fmean(rows[len(rows) // 2 :])
     return Finding(
-        "QJL's correlation falls with depth: 0.93 in the first eighth of the layers, then 0.80",
+        "QJL's correlation falls with depth, from 0.93 in the first layers to 0.80",
         "holds" if early - deep >= 0.05 else "does not hold here",
         f"{early:.3f} in the first eighth of {e.model}'s layers, {deep:.3f} in the second half.",
     )

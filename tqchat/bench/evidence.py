@@ -20,7 +20,6 @@ from tqchat.bench.layers import LayerError, attention, cosine
 from tqchat.bench.predictions import FP16, Prediction, Text
 from tqchat.bench.progress import Progress, steps
 from tqchat.bench.schemes import INT4, Scheme
-from tqchat.bench.synthetic import tensors
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import Backend
 from tqchat.kernels.codecs import CODECS, Codec
@@ -37,22 +36,24 @@ SYNTHETIC = ("open-tq-metal", "polarquant-5", "turboquant-4", "qjl")
 
 LAYER_TOKENS = 320
 SCORED_FROM = 256
-SYNTHETIC_TOKENS, SYNTHETIC_QUERIES = 512, 32
+SYNTHETIC_TOKENS, SYNTHETIC_QUERIES = 512, 8
 TIMED_TOKENS = 4096
 DEPTHS = (32, 80)
 SEED = 1
 
 # A narrow model with the shape of a Llama's heads; its depth is what matters.
+SHARP = 3.0
+"""The spread of its attention's scores: random weights would look everywhere alike."""
 _STACK = {
     "model_type": "llama",
     "vocab_size": 512,
     "rms_norm_eps": 1e-5,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 128,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
 }
 
 
@@ -132,37 +133,61 @@ def _scales(progress: Progress) -> list[ScaleEffect]:
     for shape in (LLAMA_70B, GEMMA_4):
         q, k, v = activations(shape, SYNTHETIC_TOKENS, SYNTHETIC_QUERIES, SEED)
         for name in SYNTHETIC:
-            rows += [_scale_effect(shape, CODECS[name], q, k, v, scale) for scale in SCALES]
-            progress(len(rows) / (4 * len(SYNTHETIC)))
+            rows += _scale_effects(shape, CODECS[name], q, k, v)
+            progress(len(rows) / (2 * len(SCALES) * len(SYNTHETIC)))
     return rows
 
 
 SCALES = (LLAMA_70B.scale, GEMMA_4.scale)
 
 
-def _scale_effect(
-    shape: Shape, codec: Codec, q: mx.array, k: mx.array, v: mx.array, scale: float
-) -> ScaleEffect:
+def _scale_effects(
+    shape: Shape, codec: Codec, q: mx.array, k: mx.array, v: mx.array
+) -> list[ScaleEffect]:
     state = codec.encode(k, v)
-    exact = layers.scores(q, k)
-    error = scale * (np.array(codec.scores(q, state)) - np.array(exact))
-    weights = mx.softmax(exact * scale, axis=-1)
-    group = len(q) // len(k)
-    out = weights @ mx.repeat(v, group, axis=0)
-    rms = float(np.sqrt((error.astype(np.float64) ** 2).mean()))
-    return ScaleEffect(
-        shape.name, codec.name, scale, rms, cosine(out, codec.attend(q, state, scale))
-    )
+    exact, coded = layers.scores(q, k), codec.scores(q, state)
+    error = np.array(coded - exact, dtype=np.float64)
+    rms = float(np.sqrt((error**2).mean()))
+    values = mx.repeat(v, len(q) // len(k), axis=0)
+    rows = []
+    for scale in SCALES:
+        out = mx.softmax(exact * scale, axis=-1) @ values
+        coded_out = codec.values.mix(mx.softmax(coded * scale, axis=-1), state[1])
+        rows.append(ScaleEffect(shape.name, codec.name, scale, scale * rms, cosine(out, coded_out)))
+    return rows
 
 
 def _stack(backend: Backend, n_layers: int) -> list[LayerError]:
     """QJL on a model of so many random layers."""
-    config = _STACK | {"num_hidden_layers": n_layers}
-    mx.random.seed(SEED)
-    name = f"{n_layers} random layers"
-    model = build(Config(name, config), Weights(name, tensors(config), backend), backend)
-    ids = [(7919 * i) % model.vocab_size for i in range(LAYER_TOKENS)]
+    name, config = f"{n_layers} random layers", _STACK | {"num_hidden_layers": n_layers}
+    model = build(Config(name, config), Weights(name, _random_layers(n_layers), backend), backend)
+    ids = np.random.default_rng(SEED).integers(model.vocab_size, size=LAYER_TOKENS).tolist()
     return layers.measure(model, backend, [Scheme("qjl", CODECS["qjl"], NOTHING)], ids)
+
+
+def _random_layers(n_layers: int) -> dict[str, mx.array]:
+    """A checkpoint of _STACK whose products are about as large as their inputs."""
+    rng = np.random.default_rng(SEED)
+    hidden, inner, vocab = (256, 512, 512)
+    matrices: dict[str, tuple[int, int, float]] = {"model.embed_tokens": (vocab, hidden, 1.0)}
+    norms = ["model.norm"]
+    for i in range(n_layers):
+        layer = f"model.layers.{i}"
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        matrices |= {
+            f"{layer}.self_attn.q_proj": (256, hidden, SHARP * hidden**-0.5),
+            f"{layer}.self_attn.k_proj": (128, hidden, hidden**-0.5),
+            f"{layer}.self_attn.v_proj": (128, hidden, hidden**-0.5),
+            f"{layer}.self_attn.o_proj": (hidden, 256, 256**-0.5),
+            f"{layer}.mlp.gate_proj": (inner, hidden, hidden**-0.5),
+            f"{layer}.mlp.up_proj": (inner, hidden, hidden**-0.5),
+            f"{layer}.mlp.down_proj": (hidden, inner, inner**-0.5),
+        }
+    tensors = {f"{name}.weight": mx.ones((hidden,), mx.float16) for name in norms}
+    for name, (rows, columns, size) in matrices.items():
+        values = size * rng.standard_normal((rows, columns), dtype=np.float32)
+        tensors[f"{name}.weight"] = mx.array(values.astype(np.float16))
+    return tensors
 
 
 def _seconds(progress: Progress) -> dict[str, float]:

@@ -28,6 +28,8 @@ SCHEMES = (*ORDERING, *CODED)
 _SHOWN = (INT4.name, ORDERING[0].name, "mlx-lm", "polarquant-4", "qjl", "turboquant-4")
 SHOWN = tuple(scheme for scheme in SCHEMES if scheme.name in _SHOWN)
 """In charts of many lines."""
+LEAST_SHOWN = 1e-9
+"""On a logarithmic scale, where two outputs may be equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +261,12 @@ def report_charts(report: Mapping[str, Any]) -> list[charts.Chart]:
         for row in report["predictions"]
         if row["kind"] != FP16
     }
-    cosines: dict[str, list[tuple[float, float]]] = {}
+    distances: dict[str, list[tuple[float, float]]] = {}
     correlations: dict[str, list[tuple[float, float]]] = {}
     for row in report["layers"]:
         if row["scheme"] in _SHOWN:
-            cosines.setdefault(row["scheme"], []).append((row["layer"], row["compounded_cosine"]))
+            off = max(1 - row["compounded_cosine"], LEAST_SHOWN)
+            distances.setdefault(row["scheme"], []).append((row["layer"], off))
             point = (row["layer"], row["score_correlation"])
             correlations.setdefault(row["scheme"], []).append(point)
     return [
@@ -273,8 +276,8 @@ def report_charts(report: Mapping[str, Any]) -> list[charts.Chart]:
         ),
         _heat_map(report),
         charts.Lines(
-            "quality-depth", f"Cosine of attention's output with fp16's, {model}", "layer",
-            "cosine", cosines,
+            "quality-depth", f"How far attention's output is from fp16's, {model}", "layer",
+            "1 - cosine", distances, log_y=True,
         ),
         charts.Lines(
             "quality-scores", f"Correlation of scores, {model}", "layer", "correlation",
