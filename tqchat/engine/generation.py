@@ -1,7 +1,7 @@
 """One conversation's KV cache and the turns that run on it. Knows no threads."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,7 +208,7 @@ class Session:
         max_tokens: int | None,
         stopped: Callable[[], bool],
     ) -> Iterator[Event]:
-        """Prefill `prompt` and decode the answer. `stopped` is asked between chunks and tokens."""
+        """Prefill `prompt` and decode the answer. `stopped` is asked between layers and tokens."""
         if not prompt:
             raise ModelError(
                 f"{self._loaded.info.name}: its chat template makes nothing of this conversation. "
@@ -309,33 +309,10 @@ class Session:
                 f"{shared:,} tokens are read again: the model's sliding-window layers have "
                 "forgotten what comes before the change."
             )
-        yield self._planned(number, len(prompt))
-        for cache in self._caches:
-            cache.reserve(len(prompt))
-        yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
-        while True:
-            known, held, began = self._pace.known, len(self._held), time.perf_counter()
-            size = self._chunk_size(len(prompt))
-            logits = self._read(prompt[held : held + size], stopped)
-            if logits is None:
-                yield finished("stopped")
-                return
-            now = time.perf_counter()
-            if held + size <= len(prompt):
-                self._chunk.took(held, size, now - began)
-            clock.prefilled = len(self._held) - clock.cached_tokens
-            self._pace.measured(clock.cached_tokens, len(self._held), now - clock.started)
-            if self._pace.known > known and len(self._held) < len(prompt):
-                yield self._planned(number, len(prompt))
-            yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)
-            if clock.stats_due():
-                yield Stats(clock.usage(), self.cache_use(), self.memory())
-            if stopped():
-                yield finished("stopped")
-                return
-            if len(self._held) == len(prompt):
-                break
-        self._pace.remember(clock.prefilled)
+        logits = yield from self._prefill(number, prompt, clock, stopped)
+        if logits is None:
+            yield finished("stopped")
+            return
         detokenizer = tokenizer.stream()
         reason: FinishReason = "stop"
         for token in self._decode(logits, rules):
@@ -361,6 +338,36 @@ class Session:
             text.append(rest)
             yield Token(number, rest)
         yield finished(reason)
+
+    def _prefill(
+        self, number: int, prompt: Sequence[int], clock: Clock, stopped: Callable[[], bool]
+    ) -> Generator[Event, None, mx.array | None]:
+        """Read what the cache lacks of `prompt`; logits of its last token, None if stopped."""
+        yield self._planned(number, len(prompt))
+        for cache in self._caches:
+            cache.reserve(len(prompt))
+        yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
+        while True:
+            known, held, began = self._pace.known, len(self._held), time.perf_counter()
+            size = self._chunk_size(len(prompt))
+            logits = self._read(prompt[held : held + size], stopped)
+            if logits is None:
+                return None
+            now = time.perf_counter()
+            if held + size <= len(prompt):
+                self._chunk.took(held, size, now - began)
+            clock.prefilled = len(self._held) - clock.cached_tokens
+            self._pace.measured(clock.cached_tokens, len(self._held), now - clock.started)
+            if self._pace.known > known and len(self._held) < len(prompt):
+                yield self._planned(number, len(prompt))
+            yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)
+            if clock.stats_due():
+                yield Stats(clock.usage(), self.cache_use(), self.memory())
+            if stopped():
+                return None
+            if len(self._held) == len(prompt):
+                self._pace.remember(clock.prefilled)
+                return logits
 
     def _decode(self, logits: mx.array, rules: Rules) -> Iterator[int]:
         """Tokens without end. One is fed to the cache when the next is asked for, or before.
