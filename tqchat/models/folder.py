@@ -59,9 +59,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder}/config.json: quantization is not an object. Fetch it again.")
     method = quantization.get("quant_method") or quantization.get("mode") or "affine"
     if isinstance(method, str) and method in _FLOATS:
-        bits, group_size = _FLOATS[method]
-        known = {"mode": method, "bits": bits, "group_size": group_size}
-        return config | {"quantization": quantization | known}
+        known = dict(zip(("bits", "group_size"), _FLOATS[method], strict=True))
+        return config | {"quantization": quantization | known | {"mode": method}}
     if method != "affine":
         raise ModelError(
             f"{folder} is quantised with {method}, which is not supported. Choose a version in "
