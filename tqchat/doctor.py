@@ -47,7 +47,7 @@ def examine() -> Iterator[Finding]:
     for dtype in dtypes:
         backend = select(dtype)
         yield Finding("backend", backend.name, bool(backend.note), backend.note)
-        for head_dim in (64, 128):
+        for head_dim in (64, 128, 256, 512):
             yield from check_kernels(backend, head_dim)
         yield from check_kernels(select(dtype, kv_bits=3), 128)
 
@@ -83,6 +83,9 @@ def check_kernels(backend: Backend, head_dim: int) -> Iterator[Finding]:
         "attention, long": lambda: cache.attention(cache.n_blocks, 1),
         f"attention, {MAX_DECODE_TOKENS} tokens": lambda: cache.attention(
             cache.n_blocks, MAX_DECODE_TOKENS
+        ),
+        "attention, window and sinks": lambda: cache.attention(
+            cache.n_blocks, 1, window=500, sinks=cache.logits
         ),
         "prefill": cache.prefill,
     }
@@ -122,12 +125,24 @@ class _Cache:
         got = self._backend.unseal(self._backend.from_canonical(tiles))
         return max(map(_error, got, self._oracle.unseal(tiles)))
 
-    def attention(self, n_blocks: int, tokens: int) -> float:
+    @property
+    def logits(self) -> mx.array:
+        """One for each query head."""
+        return mx.arange(self.n_heads) / 2 - 2
+
+    def attention(
+        self, n_blocks: int, tokens: int, window: int | None = None, sinks: mx.array | None = None
+    ) -> float:
         mine, oracles = self._views(n_blocks)
         q = self._random(tokens, self.n_heads)
         scale = self._dim**-0.5
-        out = self._backend.attend(self._own(q.astype(self._backend.dtype)), mine, scale)
-        return _error(out, self._oracle.attend(q.astype(mx.float32), oracles, scale))
+        own = self._own(q.astype(self._backend.dtype))
+        own_sinks = None if sinks is None else self._backend.load_vector(sinks)
+        out = self._backend.attend(own, mine, scale, window=window, sinks=own_sinks)
+        expected = self._oracle.attend(
+            q.astype(mx.float32), oracles, scale, window=window, sinks=sinks
+        )
+        return _error(out, expected)
 
     def prefill(self) -> float:
         mine, oracles = self._views(self.n_blocks)
