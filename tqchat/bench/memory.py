@@ -12,15 +12,21 @@ from rich.table import Table
 from tqchat.bench import charts
 from tqchat.engine import plan
 from tqchat.engine.cache import GROWTH_SHARE, DenseCache, Int4Cache, KVCache, make_caches
-from tqchat.engine.events import KVKind
+from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.memory import measure as measure_memory
+from tqchat.kernels import Backend, select
 from tqchat.models.errors import ModelError
+from tqchat.models.kv import KVLayer
 from tqchat.units import bytes_text
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 CHUNK = 512
-KINDS: Mapping[KVKind, Callable[..., KVCache]] = {"fp16": DenseCache, "int4": Int4Cache}
+KINDS: Mapping[KVKind, Callable[..., KVCache]] = {
+    "fp16": DenseCache,
+    "int4": Int4Cache,
+    "int3": Int4Cache,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +77,15 @@ def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
             f"{context:,} tokens take {bytes_text(planned)} in {kv}, {bytes_text(free)} is free: "
             "ask for shorter --contexts."
         )
+    backend = select(loaded.backend.dtype, kv_bits=CODE_BITS.get(kv, 4))
+    layers = loaded.model.shape.kv_layers
     mx.clear_cache()
     tracemalloc.start()
     try:
         before = _in_use()
-        caches = make_caches(KINDS[kv], loaded.backend, loaded.model.shape.kv_layers)
+        caches = make_caches(KINDS[kv], backend, layers)
         for start in range(0, context, CHUNK):
-            _append(loaded, caches, min(CHUNK, context - start))
+            _append(backend, layers, caches, min(CHUNK, context - start))
         in_use = _in_use() - before
     finally:
         tracemalloc.stop()
@@ -86,9 +94,10 @@ def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
     return Row(kv, context, planned, held, allocated, in_use)
 
 
-def _append(loaded: LoadedModel, caches: Sequence[KVCache], tokens: int) -> None:
-    backend = loaded.backend
-    for cache, layer in zip(caches, loaded.model.shape.kv_layers, strict=True):
+def _append(
+    backend: Backend, layers: Sequence[KVLayer], caches: Sequence[KVCache], tokens: int
+) -> None:
+    for cache, layer in zip(caches, layers, strict=True):
         shape = (layer.n_kv_heads, tokens, layer.head_dim)
         k, v = (backend.load_vector(mx.random.normal(shape)) for _ in "kv")
         backend.evaluate(cache.attend(k[:, -1:], k, v, 1.0))
