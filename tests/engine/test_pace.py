@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tqchat import paths
 from tqchat.engine import pace
 from tqchat.engine.events import Planned, Prefilling
 from tqchat.engine.pace import Pace, work
+from tqchat.kernels import select
 from tqchat.models.kv import KVLayer
 
 # SmolLM2-135M. Its prefill on a CPU ran at 724, 712 and 486 tokens per second with prompts of 128,
@@ -96,7 +98,7 @@ def test_a_damaged_memory_is_none(text: str) -> None:
 
 def test_a_prompt_is_planned_before_it_is_read() -> None:
     """The first time without its seconds, which follow; later with them, for what is new alone."""
-    one = session(context=8192)
+    one = session(select(mx.float16), context=8192)
     before = one.cache_use()
     prompt = [1] * 3000
     first, *events = one.turn(1, prompt, GREEDY, 1, lambda: False)
@@ -110,7 +112,7 @@ def test_a_prompt_is_planned_before_it_is_read() -> None:
     assert [event for event in events if isinstance(event, Planned)] == [again]
 
     longer = [*prompt, *[2] * 500]
-    for other in (one, session(context=8192)):
+    for other in (one, session(select(mx.float16), context=8192)):
         held = other.cache_use().tokens
         events = list(other.turn(2, longer, GREEDY, 1, lambda: False))
         (plan,) = [event for event in events if isinstance(event, Planned)]
