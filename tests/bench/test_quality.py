@@ -1,9 +1,11 @@
 """`tqchat bench quality` from its arguments to its output, on a tiny model."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from tests.folders import write_tiny
@@ -83,3 +85,13 @@ def test_the_orders_breach_is_said() -> None:
     rows[0], rows[1] = replace(rows[0], kl=4), replace(rows[1], kl=5)
     report = replace(report, predictions=rows)
     assert "not in the order of the design" in quality._ordering(report)
+
+
+def test_ctrl_c_ends_it_at_once(model: str) -> None:
+    child = pexpect.spawn(sys.executable, ["-m", "tqchat", "bench", "quality", model], timeout=300)
+    child.expect("predictions")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    assert b"Traceback" not in child.before
