@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from tests.tui.conftest import Chat, Clock, make_app
 from tests.tui.fake_engine import MIB, MODEL, FakeEngine
+from tqchat.chat.sessions import Summary
+from tqchat.library import Offer
 from tqchat.tui import themes
 
 ANSWER = """Paris is the capital of **France**, on the river *Seine*. Some facts:
@@ -104,12 +107,98 @@ async def helping(chat: Chat, clock: Clock) -> None:
     await chat.shows("Ctrl-D")
 
 
+async def thinking(chat: Chat, clock: Clock) -> None:
+    await ready(chat, clock)
+    await chat.exchange("How many?", "<think>\nLet me count them:\none, two.\n</think>\n\nTwo.")
+    await chat.pilot.press("ctrl+t")
+    await chat.send("And now?")
+    chat.engine.say("<think>\nThere is one more of them, so it is")
+    await chat.shows("Let me count", "▸ Thinking · 9 words")
+
+
+async def still_box(chat: Chat) -> None:
+    chat.app.screen.query_one(Input).cursor_blink = False
+    await chat.pilot.pause()
+
+
+async def choosing_a_session(chat: Chat, clock: Clock) -> None:
+    await ready(chat, clock)
+    await chat.command("/sessions")
+    await chat.shows("What is the capital", "3 d ago")
+    await still_box(chat)
+
+
+async def choosing_a_model(chat: Chat, clock: Clock) -> None:
+    await ready(chat, clock)
+    await chat.command("/model")
+    await chat.shows("does not fit here", "to fetch")
+    await still_box(chat)
+
+
+async def searching_the_history(chat: Chat, clock: Clock) -> None:
+    await ready(chat, clock)
+    for question in ("What is the capital of France?", "Write a poem.", "And of Spain?"):
+        await chat.exchange(question, "So.")
+    await chat.pilot.press("ctrl+r")
+    await chat.shows("Earlier messages", "And of Spain?")
+    await still_box(chat)
+
+
+async def reading_a_token(chat: Chat, clock: Clock) -> None:
+    await ready(chat, clock)
+    chat.prompt.attach(
+        "notes.txt", "\n".join(f"Line {number} of the notes." for number in range(90))
+    )
+    await chat.pilot.press("f3")
+    await chat.shows("Line 5 of the notes.", "Esc closes")
+
+
+async def making_room(chat: Chat, clock: Clock) -> None:
+    await finished(chat, clock)
+    await chat.send("a message that is much too long")
+    chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=100)
+    await chat.shows("100 tokens too long", "Begin a new conversation")
+
+
+MODALS = (
+    choosing_a_session,
+    choosing_a_model,
+    searching_the_history,
+    reading_a_token,
+    making_room,
+)
 CASES = [
     *[(state, size, themes.DARK) for state in (loading, streaming, finished) for size in SIZES],
     *[(state, (80, 24), themes.DARK) for state in (reading, menu, failed)],
     *[(state, (120, 40), themes.DARK) for state in (ready, helping)],
     *[(state, (120, 40), themes.LIGHT) for state in (loading, streaming, failed, menu)],
+    *[(state, size, themes.DARK) for state in MODALS for size in SIZES],
+    *[(thinking, size, themes.DARK) for size in SIZES],
+    *[(finished, (120, 40), theme) for theme in ("tq-16", "tq-contrast", "tq-paper")],
 ]
+
+
+OFFERS = [
+    Offer(MODEL.name, 92 * MIB, 8192, is_here=True, about="small"),
+    Offer(
+        "mlx-community/Llama-3.2-3B-Instruct-4bit", 1800 * MIB, 131072, False, "Llama 3.2", "good"
+    ),
+    Offer("mlx-community/Meta-Llama-3.1-70B-Instruct-4bit", 39_000 * MIB, 0, False, "Llama 3.1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine has of its own."""
+    now = 1_800_000_000.0
+    found = [
+        Summary("a", "What is the capital of France?", MODEL.name, now - 50, 12_345),
+        Summary("b", "A very long title that goes on and on " * 4, MODEL.name, now - 5_000, 999),
+        Summary("c", "\u4e16\u754c", MODEL.name, now - 260_000, 4_567_890),
+    ]
+    monkeypatch.setattr("tqchat.chat.sessions.summaries", lambda: found)
+    monkeypatch.setattr("tqchat.tui.screens.sessions.time", lambda: now)
+    monkeypatch.setattr("tqchat.library.offers", lambda kv: OFFERS)
 
 
 @pytest.mark.parametrize(

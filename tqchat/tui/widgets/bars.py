@@ -78,7 +78,9 @@ class Activity(Static):
         self._put_progress(parts, progress, figures, f"{rate_text(progress.rate)} tok/s")
 
     def show_answering(self, tokens: int, seconds: float) -> None:
-        figures = f" · {tokens:,} tokens · {seconds_text(seconds)}" if tokens else ""
+        figures = (
+            f" · {tokens:,} token{'s' * (tokens > 1)} · {seconds_text(seconds)}" if tokens else ""
+        )
         self._put(
             Content.assemble(self._spinner(), ("Answering", "$text"), (figures, "$text-muted"))
         )
