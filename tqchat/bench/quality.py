@@ -20,6 +20,7 @@ from tqchat.bench.retrieval import Found, Tasks
 from tqchat.bench.schemes import CODED, INT4, ORDERING, Scheme
 from tqchat.chat.documents import read_document
 from tqchat.engine.loading import LoadedModel
+from tqchat.kernels import SINK, TAIL_MAX, TAIL_MIN
 from tqchat.models.errors import ModelError
 
 SEED = 1
@@ -200,6 +201,11 @@ def _predictions_table(report: Report) -> Table:
             f"{row.same_top1:.1%}",
             f"{row.greedy_run:.1f}",
         )
+    table.caption_justify = "left"
+    table.caption = (
+        f"Unless its name says otherwise, the first {SINK} tokens and the newest {TAIL_MIN} to "
+        f"{TAIL_MAX} stay in 16 bits."
+    )
     return table
 
 
@@ -216,6 +222,7 @@ def _layers_table(report: Report) -> Table:
         )  # fmt: skip
         cells = (f"{mean:.4f}" for mean in (*means, rows[-1].compounded_cosine))
         table.add_row(Cell(name), *cells)
+    table.caption_justify = "left"
     table.caption = (
         "Errors are relative; scores: correlation; output: cosine of what a layer alone changes; "
         "last: cosine of the last layer's output after the errors of all."
