@@ -518,7 +518,7 @@ async def test_the_menu_completes_with_tab_and_runs_with_enter(engine: FakeEngin
 
 
 async def test_the_palette_has_every_command(engine: FakeEngine) -> None:
-    async with chat(engine, size=(100, 60)) as screen:
+    async with chat(engine, size=(100, 90)) as screen:
         await screen.pilot.press("ctrl+p")
         await screen.shows(*[f"/{command.name}" for command in COMMANDS])
         await screen.pilot.press(*"clear")

@@ -2,6 +2,7 @@
 
 import contextlib
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -284,6 +285,17 @@ async def test_a_file_that_cannot_be_read_is_said(engine: FakeEngine, tmp_path: 
         await screen.shows("is a binary file")
         await screen.command(f"/file {tmp_path}/none")
         await screen.shows("none")
+        assert screen.prompt.text == ""
+
+
+async def test_a_pdf_says_what_reads_it(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7 and so on")
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    async with chat(engine, size=(160, 40)) as screen:
+        await screen.command(f"/file {tmp_path}/paper.pdf")
+        await screen.shows("tqchat[pdf]")
         assert screen.prompt.text == ""
 
 
