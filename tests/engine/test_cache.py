@@ -122,7 +122,7 @@ def test_attention_over_any_history(make, actions, seed) -> None:
 
 @pytest.mark.parametrize("make", [lambda: Backend(mx.float32), lambda: select(mx.float16)])
 @pytest.mark.parametrize("kind", [Int4Cache, DenseCache])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     actions=st.lists(action, min_size=1, max_size=10),
     window=st.sampled_from([1, 31, 64, 100, 200]),
