@@ -167,7 +167,7 @@ def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: 
     terminal = chat(slow, "--context", "1000", "--max-tokens", "5")
     terminal.wait_for(CHAT)
     ask(terminal, "Hello")
-    terminal.wait_for("cut at the most tokens")
+    terminal.wait_for("cut at max_tokens")
     held = terminal.wait_for(r"(\d+) of 1,000")[1]
     terminal.paste("x" * 3000)
     terminal.wait_for(r"\[pasted 1: 3,000 tokens, 2.9 KB\]")

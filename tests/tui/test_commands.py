@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from textual.command import CommandPalette
 
 from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
@@ -58,14 +57,6 @@ async def test_names_that_can_be_set_are_completed(engine: FakeEngine) -> None:
         assert screen.prompt.text == "/set top_k "
         await screen.pilot.press(*"7", "enter")
         await screen.shows("top_k: 7")
-
-
-async def test_the_palette_has_them_all(engine: FakeEngine) -> None:
-    async with chat(engine) as screen:
-        await screen.pilot.press("ctrl+p")
-        await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
-        found = {command.title for command in screen.app.get_system_commands(screen.app.screen)}
-        assert found == {f"/{command.name}" for command in COMMANDS}
 
 
 # Editing and continuing
