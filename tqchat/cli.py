@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -150,6 +151,8 @@ def _check_name(model: str) -> None:
 
 
 def _screen(options: argparse.Namespace, chosen: Settings) -> int:
+    # Until the first frame: what is imported stays, so looking through it is in vain.
+    gc.disable()
     ctrl_c = _CtrlC()
     if not _finds_mlx():
         _require_mlx()

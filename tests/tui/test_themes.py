@@ -17,8 +17,9 @@ SHIPPED = {theme.name: theme for theme in themes.shipped()[0]}
 
 
 def test_shipped_themes_are_whole() -> None:
-    found, faults = themes.shipped()
+    found, faults = themes.read_all(Path(themes.__file__).parents[2] / "themes")
     assert not faults
+    assert found == themes.shipped()[0]
     assert {themes.DARK, themes.LIGHT, themes.SIXTEEN} <= {theme.name for theme in found}
     assert len(found) >= 6
     assert {theme.dark for theme in found} == {True, False}

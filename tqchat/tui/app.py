@@ -1,5 +1,6 @@
 """The application: what is typed goes to the engine, what the engine tells goes on the screen."""
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -169,6 +170,7 @@ class ChatApp(App[int]):
             self.push_screen(self.keeping.picker(), self._start_with)
         else:
             self.call_after_refresh(self.opening.start, session)
+        self.call_after_refresh(self._collect_garbage)
         self.theme_changed_signal.subscribe(self, self._keep_theme)
         self._timer = self.set_interval(TICK_S, self._tick)
         self.set_interval(IDLE_TICK_S, self._idle_tick)
@@ -179,6 +181,12 @@ class ChatApp(App[int]):
         filters = super().get_line_filters()
         kept = [one for one in filters if not isinstance(one, ANSIToTruecolor)]
         return kept if self._ascii is None else [*kept, self._ascii]
+
+    def _collect_garbage(self) -> None:
+        """From the first frame on, if not before; what is there by then is not looked at again."""
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
 
     def _keep_theme(self, theme: Theme) -> None:
         try:

@@ -3,12 +3,12 @@
 import dataclasses
 import tomllib
 from collections.abc import Sequence
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from textual.color import Color, ColorParseError
 from textual.theme import BUILTIN_THEMES, Theme
+
+import tqchat.themes
 
 DARK = "tq-dark"
 LIGHT = "tq-light"
@@ -63,8 +63,8 @@ class ThemeError(ValueError):
     """A theme file that cannot be used; the message names the file and what is wrong in it."""
 
 
-def read(file: Traversable) -> Theme:
-    """One theme. Raises ThemeError."""
+def read(file: Path, check: bool = True) -> Theme:
+    """One theme. Raises ThemeError. `check`: whether its colours are looked at as well."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -78,14 +78,20 @@ def read(file: Traversable) -> Theme:
             base = BUILTIN_THEMES["ansi-dark" if values.get("dark", True) else "ansi-light"]
             values["variables"] = {**base.variables, **values.get("variables", {})}
         theme = Theme(**values)
-        for name in _COLOURS:
-            _check_colour(name, getattr(theme, name))
-        for name in VARIABLES.keys() & theme.variables.keys():
-            _check_colour(name, theme.variables[name])
-        complete({**theme.to_color_system().generate(), **theme.variables})
+        if check:
+            _check_colours(theme)
     except (TypeError, ValueError, AttributeError) as error:
         raise ThemeError(f"theme {file.name}: {error}") from error
     return theme
+
+
+def _check_colours(theme: Theme) -> None:
+    """Raises ValueError, TypeError or AttributeError."""
+    for name in _COLOURS:
+        _check_colour(name, getattr(theme, name))
+    for name in VARIABLES.keys() & theme.variables.keys():
+        _check_colour(name, theme.variables[name])
+    complete({**theme.to_color_system().generate(), **theme.variables})
 
 
 def _check_colour(name: str, value: object) -> None:
@@ -98,22 +104,22 @@ def _check_colour(name: str, value: object) -> None:
         raise ValueError(f"{name} = {value!r} is not a colour") from None
 
 
-def read_all(folder: Traversable) -> tuple[list[Theme], Sequence[str]]:
+def read_all(folder: Path, check: bool = True) -> tuple[list[Theme], Sequence[str]]:
     """The themes of a folder, and what was wrong with the files that are none."""
     themes: list[Theme] = []
     faults: list[str] = []
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".toml"):
             try:
-                themes.append(read(file))
+                themes.append(read(file, check))
             except ThemeError as error:
                 faults.append(str(error))
     return themes, faults
 
 
 def shipped() -> tuple[list[Theme], Sequence[str]]:
-    """The themes that come with the program."""
-    return read_all(resources.files("tqchat.themes"))
+    """The themes that come with the program, which was tested with them."""
+    return read_all(Path(tqchat.themes.__path__[0]), check=False)
 
 
 def default(color_system: str | None) -> str:
