@@ -33,7 +33,6 @@ from tqchat.tui.history import History
 from tqchat.tui.keeping import Keeping
 from tqchat.tui.reports import Reports
 from tqchat.tui.rows import Code
-from tqchat.tui.screens.history import HistoryPicker
 from tqchat.tui.terminal import use_terminal_driver
 from tqchat.tui.text import clean_line
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
@@ -367,6 +366,8 @@ class ChatApp(App[int]):
             self.dialogue.send(event.text, event.shown)
 
     def on_prompt_search(self) -> None:
+        from tqchat.tui.screens.history import HistoryPicker
+
         picker = HistoryPicker(self.prompt.past, self.prompt.text)
         self.push_screen(picker, self._recall)
 

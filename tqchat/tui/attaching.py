@@ -10,7 +10,6 @@ from tqchat.chat.documents import Document, read_document
 from tqchat.chat.errors import ChatError
 from tqchat.tui.editor import edit
 from tqchat.tui.entries import Fault, Notice
-from tqchat.tui.screens.text import TextView
 from tqchat.tui.text import clean_line, clean_paste
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ class Attaching:
         if (one := self._app.prompt.token_here()) is None:
             self._app.hint(_NO_TOKEN)
         else:
+            from tqchat.tui.screens.text import TextView
+
             self._app.push_screen(TextView(one.label, one.text))
 
     def edit_token(self) -> None:

@@ -3,9 +3,6 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tqchat.tui.screens.models import ModelPicker
-from tqchat.tui.screens.text import TextView
-
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
 
@@ -22,6 +19,8 @@ class Choosing:
                 self._app.prompt.put_back(f"/model {name}")
             self._app.hint("Something is running: Esc stops it.")
             return
+        from tqchat.tui.screens.models import ModelPicker
+
         model = dialogue.figures.model
         now = "" if model is None else model.name
         picker = ModelPicker(dialogue.settings.kv, now, name)
@@ -43,6 +42,7 @@ class Choosing:
     def _plan(self, name: str) -> None:
         # Imports MLX.
         from tqchat import library
+        from tqchat.tui.screens.text import TextView
 
         text = library.plan_text(name, self._app.dialogue.settings.kv)
         view = TextView("Memory by context length", text)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from tqchat import paths
 from tqchat.chat.errors import ChatError
 from tqchat.tui.entries import Fault
-from tqchat.tui.screens.sessions import SessionPicker
 from tqchat.tui.text import clean_line
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
     from tqchat.tui.dialogue import Dialogue
+    from tqchat.tui.screens.sessions import SessionPicker
 
 
 class Keeping:
@@ -21,7 +21,10 @@ class Keeping:
         self._app = app
         self._dialogue = dialogue
 
-    def picker(self) -> SessionPicker:
+    def picker(self) -> "SessionPicker":
+        # Screens are imported when they are shown: the first frame does without.
+        from tqchat.tui.screens.sessions import SessionPicker
+
         return SessionPicker(self._dialogue.record.rename)
 
     def choose(self) -> None:
