@@ -236,7 +236,7 @@ class Backend:
         y = y.reshape(tokens, top_k, -1)
         return (y * shares[..., None]).sum(axis=1).astype(x.dtype)
 
-    # The int4 cache
+    # The sealed cache
 
     def seal(self, k: Array, v: Array) -> Array:
         """Tiles (n_kv_heads, n, tile_words) of K and V (n_kv_heads, n * BLOCK, head_dim)."""
@@ -265,7 +265,7 @@ class Backend:
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        """Decode attention on an int4 cache that already holds the query tokens.
+        """Decode attention on a sealed cache that already holds the query tokens.
 
         q: (n_heads, tokens, head_dim), at most MAX_DECODE_TOKENS tokens, the last ones held; they
         are causal among themselves. softcap: cap * tanh(score / cap). sinks: (n_heads,), a logit

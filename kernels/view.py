@@ -1,4 +1,4 @@
-"""What one layer's int4 cache holds, as attention reads it."""
+"""What one layer's sealed cache holds, as attention reads it."""
 
 from dataclasses import dataclass, replace
 from typing import Any

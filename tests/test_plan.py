@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.tiny import LLAMA
 from tqchat.cli import main
 from tqchat.engine import plan
-from tqchat.engine.cache import DenseCache, Int4Cache
+from tqchat.engine.cache import DenseCache, SealedCache
 from tqchat.kernels import select
 from tqchat.models.config import Config
 from tqchat.models.registry import architecture
@@ -101,7 +101,7 @@ def test_bad_input_is_one_line(capsys, tmp_path) -> None:
 def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:
     shape = architecture(Config("tiny", LLAMA)).parse(Config("tiny", LLAMA))
     backend = select(mx.float16, kv_bits=3 if kv == "int3" else 4)
-    make = DenseCache if kv == "fp16" else Int4Cache
+    make = DenseCache if kv == "fp16" else SealedCache
     cache = make(backend, shape.n_kv_heads, shape.head_dim)
     x = backend.load_table(mx.array(np.ones((2, tokens, 32), np.float32)))
     q = backend.load_table(mx.array(np.ones((4, tokens, 32), np.float32)))

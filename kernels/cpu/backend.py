@@ -151,7 +151,7 @@ class CPU(Backend):
             out[tokens] += shares[tokens, slots, None] * y
         return out
 
-    # The int4 cache
+    # The sealed cache
 
     def seal(self, k: Array, v: Array) -> Array:
         return _native.seal(k, v, self.kv_bits)

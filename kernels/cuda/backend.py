@@ -67,7 +67,7 @@ class CUDA(Backend):
         y: Array = super().rope(x[None], periods, offset)[0]
         return y
 
-    # The int4 cache
+    # The sealed cache
 
     def seal(self, k: Array, v: Array) -> Array:
         n_kv_heads, tokens, head_dim = k.shape

@@ -1,4 +1,4 @@
-// Decode attention on the int4 cache as it lies.
+// Decode attention on the sealed cache as it lies.
 //
 // The rows are the queries that share a KV head: its query heads times the query tokens, head
 // first, so that row r is token r % tokens. One threadgroup serves one KV head, one group of

@@ -185,7 +185,7 @@ def _options(n_splits: int, window: int, query_scale: float, softcap: float) -> 
 
 
 class Metal(Backend):
-    """MLX on an Apple GPU, with our kernels for the int4 cache.
+    """MLX on an Apple GPU, with our kernels for the sealed cache.
 
     make_kernel: `mx.fast.metal_kernel`, or what tests put in its place.
     cores: of the GPU; None: by the architecture's name.

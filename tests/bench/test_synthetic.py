@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tqchat.bench import synthetic
-from tqchat.engine.cache import Int4Cache, make_caches
+from tqchat.engine.cache import SealedCache, make_caches
 from tqchat.kernels import Backend, select
 from tqchat.models.config import Config
 from tqchat.models.registry import architecture
@@ -33,7 +33,7 @@ def small(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", synthetic.CONFIGS)
 def test_a_small_one_decodes_numbers(name: str) -> None:
     made = synthetic.make(name, small(name), select(mx.float16))
-    caches = make_caches(Int4Cache, made.backend, made.model.shape.kv_layers)
+    caches = make_caches(SealedCache, made.backend, made.model.shape.kv_layers)
     synthetic.fill(made, caches, 1500)
     for _ in range(3):
         logits = np.array(made.model([5], caches))

@@ -1,4 +1,4 @@
-"""The int4 cache against plain numpy: what it holds after any mix of chunks, steps and trims."""
+"""The sealed cache against plain numpy: what it holds after any mix of chunks, steps and trims."""
 
 from unittest.mock import patch
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tqchat.engine.cache import DenseCache, Int4Cache, window_tokens
+from tqchat.engine.cache import DenseCache, SealedCache, window_tokens
 from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Backend, select
 from tqchat.kernels.layout import tile_bytes
 
@@ -89,7 +89,7 @@ def test_attention_over_any_history(make, actions, seed) -> None:
     rng = np.random.default_rng(seed)
     backend = make()
     bits = backend.kv_bits
-    cache, model = Int4Cache(backend, HEADS, DIM), Model(bits)
+    cache, model = SealedCache(backend, HEADS, DIM), Model(bits)
     for kind, amount in [*actions, ("add", 1)]:
         if kind == "trim":
             cache.trim(amount)
@@ -121,7 +121,7 @@ def test_attention_over_any_history(make, actions, seed) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Backend(mx.float32), lambda: select(mx.float16)])
-@pytest.mark.parametrize("kind", [Int4Cache, DenseCache])
+@pytest.mark.parametrize("kind", [SealedCache, DenseCache])
 @settings(max_examples=8, deadline=None)
 @given(
     actions=st.lists(action, min_size=1, max_size=10),
@@ -165,7 +165,7 @@ def test_a_sliding_window_over_any_history(
             np.testing.assert_allclose(np.array(share(ours[3], 0.3)), expected, atol=2e-3, rtol=0)
         assert cache.offset == model.k.shape[1]
         token = 4 * HEADS * DIM
-        if kind is Int4Cache:
+        if kind is SealedCache:
             most = (kept + 256) // BLOCK * HEADS * tile_bytes(DIM) + (SINK + TAIL_MAX) * token
             assert cache.nbytes <= most
             assert cache.nbytes_allocated <= 1.1 * most + 256 * token
@@ -176,7 +176,7 @@ def test_a_sliding_window_over_any_history(
 def test_a_window_that_has_gone_by_can_be_taken_back_a_little() -> None:
     backend = select(mx.float16)
     with patch("tqchat.engine.cache.REWIND_BYTES", 5 * HEADS * tile_bytes(DIM)):
-        caches = [kind(backend, HEADS, DIM, 64) for kind in (Int4Cache, DenseCache)]
+        caches = [kind(backend, HEADS, DIM, 64) for kind in (SealedCache, DenseCache)]
     x = backend.load_table(mx.ones((HEADS, 500, DIM)))
     for cache in caches:
         assert cache.trimmable_to == 0
@@ -189,7 +189,7 @@ def test_a_window_that_has_gone_by_can_be_taken_back_a_little() -> None:
 
 def test_tail_keeps_64_to_127_tokens_while_decoding() -> None:
     backend = select(mx.float16)
-    cache = Int4Cache(backend, HEADS, DIM)
+    cache = SealedCache(backend, HEADS, DIM)
     x = backend.load_table(mx.ones((HEADS, 1, DIM)))
     for length in range(1, 600):
         cache.attend(x, x, x, 1.0)

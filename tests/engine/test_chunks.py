@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_generation import GREEDY, session
-from tqchat.engine.cache import DenseCache, Int4Cache, KVCache
+from tqchat.engine.cache import DenseCache, KVCache, SealedCache
 from tqchat.engine.chunks import PIECE_S, SMALLEST, ChunkSize
 from tqchat.engine.events import Failed, Memory, Prefilling
 from tqchat.kernels import Backend, select
@@ -148,7 +148,7 @@ def feed(cache: KVCache, tokens: int, seed: int) -> np.ndarray:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from([Int4Cache, DenseCache]),
+    kind=st.sampled_from([SealedCache, DenseCache]),
     backend=st.sampled_from([Backend(mx.float32), select(mx.float16)]),
     window=st.sampled_from([None, 31, 100]),
     before=st.lists(st.integers(1, 300), max_size=4),

@@ -251,10 +251,10 @@ def test_a_template_that_rewrites_earlier_turns(loaded: LoadedModel) -> None:
 
 def test_memory_of_a_long_conversation(loaded: LoadedModel) -> None:
     """SmolLM2's shape with 4,096 tokens held: the tail and what is kept for growth are small."""
-    from tqchat.engine.cache import Int4Cache
+    from tqchat.engine.cache import SealedCache
 
     model, backend = loaded.model, select(mx.float16)
-    cache = Int4Cache(backend, model.n_kv_heads, model.head_dim)
+    cache = SealedCache(backend, model.n_kv_heads, model.head_dim)
     rng = np.random.default_rng(0)
     while cache.offset < 4096:
         n_tokens = min(512, 4096 - cache.offset)

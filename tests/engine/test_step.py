@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from tests.tiny import LLAMA, build_model, llama_weights
-from tqchat.engine.cache import Int4Cache
+from tqchat.engine.cache import SealedCache
 from tqchat.engine.step import CompiledStep
 from tqchat.kernels.cuda.backend import CUDA
 
@@ -18,7 +18,9 @@ def test_the_same_logits_through_seals_and_trims() -> None:
     config = LLAMA | {"head_dim": 64}
     backend = CUDA(mx.float16)
     model = build_model(config, llama_weights(config), backend)
-    eager, compiled = ([Int4Cache(backend, 2, 64) for _ in range(model.n_layers)] for _ in range(2))
+    eager, compiled = (
+        [SealedCache(backend, 2, 64) for _ in range(model.n_layers)] for _ in range(2)
+    )
     step = CompiledStep(model, backend, compiled)
     prompt = [7 * i % 128 for i in range(190)]
     for caches in (eager, compiled):

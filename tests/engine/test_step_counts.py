@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.models.test_families import CASES, both
-from tqchat.engine.cache import Int4Cache
+from tqchat.engine.cache import SealedCache
 from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Array, Backend, KVView
 
@@ -50,7 +50,7 @@ def test_the_same_logits_through_seals_drops_and_trims(name: str) -> None:
     ):
         layers = model.shape.kv_layers
         eager, compiled = (
-            [Int4Cache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
+            [SealedCache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
             for _ in range(2)
         )
         step = CompiledStep(model, backend, compiled)

@@ -340,7 +340,7 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("held", [(1, 0, 0), (4, 0, 30), (4, 1, 64), (4, 0, 127), (4, 13, 77)])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_decode_on_the_int4_cache(
+def test_decode_on_the_sealed_cache(
     cpu: CPU, tokens: int, held: tuple[int, int, int], variant: dict[str, Any]
 ) -> None:
     view, k, v = a_view(cpu, 2, 64, *held)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.emulator import EmulatedKernel, KernelError, lint, why_not
-from tqchat.engine.cache import Int4Cache
+from tqchat.engine.cache import SealedCache
 from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KVView, codec
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
 from tqchat.kernels.metal import backend as metal
@@ -556,7 +556,7 @@ def test_nothing_to_seal() -> None:
 
 def test_in_a_cache() -> None:
     """Prefill in chunks, decode across sealing, trim into a block: as the oracle's cache does."""
-    caches = [Int4Cache(kernels, 2, 64) for kernels in (backend(), Backend(mx.float16))]
+    caches = [SealedCache(kernels, 2, 64) for kernels in (backend(), Backend(mx.float16))]
     mx.random.seed(0)
 
     def step(tokens: int) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tests.engine.test_cache import fake_quantise
 from tests.tiny import build_model
-from tqchat.engine.cache import DenseCache, Int4Cache, make_caches
+from tqchat.engine.cache import DenseCache, SealedCache, make_caches
 from tqchat.kernels import BLOCK, GROUP, SINK, TAIL_MAX, TAIL_MIN, Backend
 from tqchat.models.registry import Model
 
@@ -184,8 +184,8 @@ CASES = {
 }
 
 
-class NumpyInt4Cache:
-    """What mlx-lm asks of a cache; K and V are quantised as Int4Cache says it does."""
+class NumpySealedCache:
+    """What mlx-lm asks of a cache; K and V are quantised as SealedCache says it does."""
 
     def __init__(self) -> None:
         self.offset = self.n_blocks = 0
@@ -279,8 +279,8 @@ def test_logits_equal_mlx_lms(name: str, make: Any) -> None:
 def test_int4_logits_equal_those_on_quantised_kv(name: str) -> None:
     backend = plain()
     model, peer = both(CASES[name], backend)
-    caches = make_caches(Int4Cache, backend, model.shape.kv_layers)
-    quantised = [NumpyInt4Cache() for _ in caches]
+    caches = make_caches(SealedCache, backend, model.shape.kv_layers)
+    quantised = [NumpySealedCache() for _ in caches]
     errors, _, _ = compare(model, caches, peer, quantised)
     # A difference in the last bit can round a code the other way, which later tokens notice.
     # Without any quantisation in the peer, the median is above 0.06 and the largest above 0.17.

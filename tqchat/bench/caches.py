@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from tqchat.engine.cache import DenseCache, Int4Cache, KVCache
+from tqchat.engine.cache import DenseCache, KVCache, SealedCache
 from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Array, Backend
 from tqchat.kernels.codecs import Codec
 from tqchat.models.kv import KVLayer
@@ -19,7 +19,7 @@ def fp16_cache(backend: Backend, layer: KVLayer, number: int) -> KVCache:
 
 
 def int4_cache(backend: Backend, layer: KVLayer, number: int) -> KVCache:
-    return Int4Cache(backend, layer.n_kv_heads, layer.head_dim, layer.window)
+    return SealedCache(backend, layer.n_kv_heads, layer.head_dim, layer.window)
 
 
 @dataclass(frozen=True, slots=True)

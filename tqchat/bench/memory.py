@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tqchat.bench import charts
 from tqchat.engine import plan
-from tqchat.engine.cache import GROWTH_SHARE, DenseCache, Int4Cache, KVCache, make_caches
+from tqchat.engine.cache import GROWTH_SHARE, DenseCache, KVCache, SealedCache, make_caches
 from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.memory import measure as measure_memory
@@ -24,8 +24,8 @@ CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 CHUNK = 512
 KINDS: Mapping[KVKind, Callable[..., KVCache]] = {
     "fp16": DenseCache,
-    "int4": Int4Cache,
-    "int3": Int4Cache,
+    "int4": SealedCache,
+    "int3": SealedCache,
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from tqchat.bench import charts
-from tqchat.engine.cache import Int4Cache, KVCache
+from tqchat.engine.cache import KVCache, SealedCache
 from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Backend, Weight, select
 from tqchat.models.config import Config
@@ -200,9 +200,9 @@ def measure(synthetic: Synthetic, contexts: Sequence[int]) -> list[Row]:
     """Decode DECODED tokens greedily at each context, sealing as it comes."""
     model, backend = synthetic.model, synthetic.backend
 
-    def filled(context: int) -> list[Int4Cache]:
+    def filled(context: int) -> list[SealedCache]:
         layers = model.shape.kv_layers
-        caches = [Int4Cache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
+        caches = [SealedCache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
         fill(synthetic, caches, context)
         return caches
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tqchat.engine import memory, plan
-from tqchat.engine.cache import DenseCache, Int4Cache, KVCache, make_caches
+from tqchat.engine.cache import DenseCache, KVCache, SealedCache, make_caches
 from tqchat.engine.chunks import SMALLEST, ChunkSize, Stoppable
 from tqchat.engine.events import (
     CacheUse,
@@ -100,10 +100,10 @@ class Session:
     def clear(self) -> None:
         """Forget everything and free the cache's memory. What is saved on disk stays."""
         model, backend = self._loaded.model, self._loaded.backend
-        kind = DenseCache if self._loaded.info.kv == "fp16" else Int4Cache
+        kind = DenseCache if self._loaded.info.kv == "fp16" else SealedCache
         self._held = []
         self._caches = make_caches(kind, backend, model.shape.kv_layers)
-        caches = self._int4_caches()
+        caches = self._sealed_caches()
         self._compiled = None
         if backend.compiles_steps and caches is not None:
             self._compiled = CompiledStep(model, backend, caches)
@@ -140,7 +140,7 @@ class Session:
         self.clear()
         if folder is None or not budget:
             return ""
-        caches = self._int4_caches()
+        caches = self._sealed_caches()
         if caches is None:
             return "A KV cache in fp16 is not saved on disk."
         loaded = self._loaded
@@ -157,13 +157,13 @@ class Session:
 
     def save(self, give_way: Callable[[], bool]) -> str:
         """Save what is new of the cache, if it was taken up; returns why not, or ""."""
-        caches = self._int4_caches()
+        caches = self._sealed_caches()
         if self._saved is None or caches is None:
             return ""
         return self._saved.save(self._held, caches, give_way)
 
-    def _int4_caches(self) -> list[Int4Cache] | None:
-        caches = [cache for cache in self._caches if isinstance(cache, Int4Cache)]
+    def _sealed_caches(self) -> list[SealedCache] | None:
+        caches = [cache for cache in self._caches if isinstance(cache, SealedCache)]
         return caches if len(caches) == len(self._caches) else None
 
     def cache_use(self) -> CacheUse:

@@ -1,4 +1,4 @@
-"""A conversation's int4 cache on disk: a long document is read once, and from disk after that.
+"""A conversation's sealed cache on disk: a long document is read once, and from disk after that.
 
 A folder holds `state.safetensors` and the segments that it names. A segment is a file of sealed
 blocks, which do not change: it is written once, so a turn costs what it added. The state has the
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tqchat import paths
 from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
-from tqchat.engine.cache import Int4Cache
+from tqchat.engine.cache import SealedCache
 from tqchat.kernels import BLOCK, GROUP, SINK, tile_words
 from tqchat.kernels.layout import TAIL_CAPACITY
 from tqchat.models.kv import KVLayer
@@ -111,7 +111,7 @@ class SavedCache:
         self._segments = kept
 
     def save(
-        self, held: Sequence[int], caches: Sequence[Int4Cache], give_way: Callable[[], bool]
+        self, held: Sequence[int], caches: Sequence[SealedCache], give_way: Callable[[], bool]
     ) -> str:
         """Write what is new of the caches of `held`. Returns why not, or "".
 
@@ -139,7 +139,7 @@ class SavedCache:
     def _n_blocks(self) -> int:
         return sum(segment.used for segment in self._segments)
 
-    def _new_bytes(self, held: Sequence[int], caches: Sequence[Int4Cache]) -> int:
+    def _new_bytes(self, held: Sequence[int], caches: Sequence[SealedCache]) -> int:
         total = 4 * len(held)
         for layer, cache in zip(self._identity.layers, caches, strict=True):
             n_blocks = cache.n_blocks - (self._n_blocks if layer.window is None else 0)
@@ -147,14 +147,14 @@ class SavedCache:
             total += layer.n_kv_heads * (4 * n_blocks * self._identity.tile_words(layer) + loose)
         return total
 
-    def _write_segment(self, caches: Sequence[Int4Cache], start: int, stop: int) -> _Segment:
+    def _write_segment(self, caches: Sequence[SealedCache], start: int, stop: int) -> _Segment:
         name = f"{start:06}-{secrets.token_hex(4)}.safetensors"
         header = self._segment_header(stop - start)
         tiles = (np.array(caches[i].blocks(start, stop)) for i in self._growing)
         digest = _write(self._folder / name, header, tiles)
         return _Segment(name, stop - start, stop - start, digest)
 
-    def _write_state(self, held: Sequence[int], caches: Sequence[Int4Cache], whole: bool) -> None:
+    def _write_state(self, held: Sequence[int], caches: Sequence[SealedCache], whole: bool) -> None:
         """`whole`: with the tail, which follows the last block there is."""
         if not whole:
             held = held[: SINK + BLOCK * self._n_blocks]
@@ -242,7 +242,7 @@ class SavedCache:
 
     def restore(
         self,
-        caches: Sequence[Int4Cache],
+        caches: Sequence[SealedCache],
         fits: Callable[[int], bool],
         progress: Callable[[int, int], None],
     ) -> tuple[list[int], str]:
@@ -263,7 +263,7 @@ class SavedCache:
 
     def _restore(
         self,
-        caches: Sequence[Int4Cache],
+        caches: Sequence[SealedCache],
         fits: Callable[[int], bool],
         progress: Callable[[int, int], None],
     ) -> tuple[list[int], str]:
@@ -296,7 +296,7 @@ class SavedCache:
         return tokens, ""
 
     def _undamaged(
-        self, tokens: Sequence[int], caches: Sequence[Int4Cache]
+        self, tokens: Sequence[int], caches: Sequence[SealedCache]
     ) -> tuple[list[int], str]:
         """Go back to the end of the last segment that was taken up, if all layers can."""
         length = SINK + BLOCK * self._n_blocks
@@ -306,7 +306,7 @@ class SavedCache:
             cache.trim(length)
         return list(tokens[:length]), f"{_DAMAGED}: what it lacks is read again."
 
-    def _restore_segment(self, segment: _Segment, caches: Sequence[Int4Cache]) -> None:
+    def _restore_segment(self, segment: _Segment, caches: Sequence[SealedCache]) -> None:
         header = self._segment_header(segment.stored)
         digest = hashlib.sha256(header)
         with (self._folder / segment.name).open("rb") as file:

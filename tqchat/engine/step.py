@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from tqchat.engine.cache import Int4Cache
+from tqchat.engine.cache import SealedCache
 from tqchat.kernels import SINK, TAIL_MAX, Array, Backend, KVView
 from tqchat.models.registry import Model
 
@@ -22,7 +22,7 @@ class CompiledStep:
     else reads or writes them: the kernel writes to the tail in place.
     """
 
-    def __init__(self, model: Model, backend: Backend, caches: Sequence[Int4Cache]) -> None:
+    def __init__(self, model: Model, backend: Backend, caches: Sequence[SealedCache]) -> None:
         self._model = model
         self._backend = backend
         self._caches = caches

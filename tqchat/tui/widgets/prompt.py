@@ -266,6 +266,9 @@ class Prompt(TextArea):
 
     def _outside_token(self, location: Location, forward: bool) -> Location:
         row, column = location
+        if row == self.document.line_count:
+            # The end of the last line, where a line is deleted with its break.
+            return location
         for start, end, _ in self._tokens(row):
             if start < column < end:
                 return row, end if forward else start
