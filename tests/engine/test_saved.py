@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,14 +27,16 @@ from tests.folders import write_tiny
 from tests.tiny import LLAMA, build_model, llama_weights
 from tqchat.chat import sessions
 from tqchat.engine import saved
-from tqchat.engine.engine import Engine
+from tqchat.engine.engine import NO_USAGE, Engine
 from tqchat.engine.events import (
     EngineOptions,
     Event,
+    Finished,
     Loaded,
     Loading,
     ModelInfo,
     Note,
+    Prefilling,
     TakenUp,
 )
 from tqchat.engine.generation import Session
@@ -569,7 +572,7 @@ from tqchat.engine import engine
 from tqchat.engine.events import Prefilling
 
 model, folder = sys.argv[1:]
-engine.SAVE_INTERVAL_S = 0
+engine.SAVE_INTERVAL_S = engine.SAVE_REST = 0
 reader = engine.Engine()
 reader.events = once(Prefilling, lambda: os.kill(os.getpid(), signal.SIGKILL), after=4)
 reader.start()
@@ -608,6 +611,44 @@ def test_nothing_is_saved_while_a_short_prompt_is_read(
         one.take_up(folder)
         finished = ask(one, LONG)
     assert [len(held) for held in saves] == [finished.cache.tokens]
+
+
+@pytest.mark.parametrize(("save_s", "pause_s"), [(0.5, 30), (1.5, 30), (4, 80), (60, 1200)])
+def test_saving_takes_a_twentieth_of_the_time_at_most(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, save_s: float, pause_s: float
+) -> None:
+    """On a clock that goes on by 2 s a chunk, and by what a save takes."""
+    now = 1000.0
+    saves: list[float] = []
+    before: list[int] = []
+
+    def turn(self: Session, number: int, *arguments: object) -> Iterator[Event]:
+        nonlocal now
+        before.append(len(saves))
+        for done in range(2000):
+            now += 2
+            yield Prefilling(number, done, 2000, 0)
+        yield Finished(number, "stop", "", NO_USAGE, self.cache_use(), self.memory())
+
+    def save(self: Session, give_way: Callable[[], bool]) -> str:
+        nonlocal now
+        saves.append(now)
+        now += save_s
+        return ""
+
+    with engine(tiny) as one:
+        until(one, Loaded)
+        monkeypatch.setattr("tqchat.engine.engine.time", SimpleNamespace(monotonic=lambda: now))
+        monkeypatch.setattr(Session, "turn", turn)
+        monkeypatch.setattr(Session, "save", save)
+        for _ in range(3):
+            ask(one, "Hello")
+    assert saves[0] == 1030
+    pauses = [after - save - save_s for save, after in pairwise(saves)]
+    # The save at the end of a turn waits for nothing.
+    for start, end in pairwise([1, *before[1:]]):
+        assert end - start >= 3
+        assert all(pause_s <= pause <= pause_s + 2 for pause in pauses[start - 1 : end - 2])
 
 
 def test_a_model_whose_files_have_changed_prefills(tiny: Path, folder: Path) -> None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
+from tqchat.chat.marks import opened_thought
 from tqchat.chat.template import thinking
 from tqchat.engine.counting import Counting
 from tqchat.engine.events import (
@@ -42,7 +43,10 @@ from tqchat.models.find import BUILTIN, last_used, remember
 log = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 30.0
-"""While a long prompt is read."""
+"""While a long prompt is read; longer where saving takes long."""
+
+SAVE_REST = 20
+"""So many times what a save took go by until the next one."""
 
 NO_USAGE = Usage(0, 0, 0, 0.0, 0.0, 0.0)
 
@@ -75,6 +79,7 @@ class Engine:
         self._folder: Path | None = None
         self._wiring = Wiring()
         self._noted = ""
+        self._next_save = 0.0
         self._counting = Counting(lambda number, tokens: self._emit(Counted(number, tokens)))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -228,11 +233,14 @@ class Engine:
 
     def _save(self, session: Session, give_way: Callable[[], bool]) -> None:
         """Whatever happens here is no failure of a turn."""
+        began = time.monotonic()
         try:
             note = session.save(give_way)
         except Exception:
             log.exception("The KV cache was not saved")
             note = "The KV cache could not be saved; the log file says more."
+        ended = time.monotonic()
+        self._next_save = ended + max(SAVE_INTERVAL_S, SAVE_REST * (ended - began))
         self._note(note)
 
     def _note(self, message: str) -> None:
@@ -249,19 +257,20 @@ class Engine:
         template, switches = self._loaded.template, thinking(sampling.think)
         if switches and not template.knows(switches):
             self._note("This model cannot be told to think or not.")
-        prompt = template.prompt_ids(self._loaded.tokenizer, messages, **switches)
-        session = self._session
+        tokenizer, session = self._loaded.tokenizer, self._session
+        prompt = template.prompt_ids(tokenizer, messages, **switches)
+        goes_on = bool(messages) and messages[-1].role == "assistant"
+        opened = "" if goes_on else opened_thought(prompt, tokenizer.decode)
 
         def stopped() -> bool:
             return self._stopped(job)
 
-        saved = time.monotonic()
-        for event in session.turn(job, prompt, sampling, max_tokens, stopped):
+        self._next_save = max(self._next_save, time.monotonic() + SAVE_INTERVAL_S)
+        for event in session.turn(job, prompt, sampling, max_tokens, stopped, opened):
             self._emit(event)
             # An hour of reading is not to be lost with the process.
-            if isinstance(event, Prefilling) and time.monotonic() - saved >= SAVE_INTERVAL_S:
+            if isinstance(event, Prefilling) and time.monotonic() >= self._next_save:
                 self._save(session, give_way=stopped)
-                saved = time.monotonic()
         # A turn that waits comes first; what it leaves to save is saved after it.
         self._save(session, give_way=lambda: self._last_turn > job)
 
