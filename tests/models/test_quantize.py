@@ -115,6 +115,17 @@ def test_what_is_quantised_already_stays_as_it_is(folder: Path, smollm2_gguf: Pa
     assert make(smollm2_gguf) == smollm2_gguf
 
 
+@pytest.mark.parametrize("kind", ["16 bits", "4 bits", "gguf"])
+def test_a_model_that_stays_as_it_is_says_so(folder: Path, smollm2_gguf: Path, kind: str) -> None:
+    path = {"16 bits": folder, "4 bits": make(folder), "gguf": smollm2_gguf}[kind]
+    loaded = load(str(path), EngineOptions(quantize=8), lambda event: None, lambda: False)
+    assert [note for note in loaded.info.notes if "8 bits" in note] == {
+        "16 bits": [],
+        "4 bits": ["Not made into 8 bits: the model is quantised already."],
+        "gguf": ["Not made into 8 bits: the model comes as GGUF."],
+    }[kind]
+
+
 def test_a_disk_that_cannot_be_written_is_said(folder: Path, cache: Path) -> None:
     (cache / "quantized").write_text("in the way")
     with pytest.raises(ModelError, match="Cannot write to"):

@@ -53,9 +53,14 @@ def load(
 
     ref = resolve(name or last_used() or BUILTIN)
     path = fetch(ref, fetched, stopped)
+    notes = []
     if options.quantize is not None:
-        path = quantized(path, ref.name, options.quantize, fetched, stopped)
+        stored, path = path, quantized(path, ref.name, options.quantize, fetched, stopped)
+        if path == stored:
+            why = "is quantised already" if path.is_dir() else "comes as GGUF"
+            notes.append(f"Not made into {options.quantize} bits: the model {why}.")
     loaded = load_path(path, ref.name, options, tell, stopped)
+    loaded = replace(loaded, info=replace(loaded.info, notes=(*notes, *loaded.info.notes)))
     return replace(loaded, sampling=builtin.SAMPLING) if ref.kind == "builtin" else loaded
 
 
