@@ -7,17 +7,8 @@ from hypothesis import strategies as st
 from tqchat.tui.channels import Channels
 from tqchat.tui.entries import Answer
 
-MORE = (
-    "<|channel|>analysis<|message|>",
-    "<|channel|>final<|message|>",
-    "a word ",
-    "\n",
-    "</think>\n",
-)
-PIECES = st.sampled_from(
-    [*["<think>", "</think>", "<th", "ink>", "</", "<|end|>", "<|start|>", "assistant"], *MORE]
-)
-TEXTS = st.lists(PIECES, max_size=8).map("".join)
+PIECES = ("<think>", "</think>", "<th", "ink>", "</", "a word ", "\n", "</think>\n")
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
 def split(*pieces: str) -> tuple[str, str]:
@@ -39,9 +30,9 @@ def split(*pieces: str) -> tuple[str, str]:
         ("<think>\nHm.\n</think>\n\nYes.", "\nHm.\n", "Yes."),
         ("\n<think>Hm", "Hm", ""),
         ("Hm.\nI see.\n</think>\n\nYes.", "Hm.\nI see.\n", "Yes."),
-        ("<|channel|>analysis<|message|>Hm.<|end|>"
-         "<|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
-        ("<|channel|>final<|message|>Yes.", "", "Yes."),
+        ("<|channel|>final<|message|>Yes.", "", "<|channel|>final<|message|>Yes."),
+        ("<think>Hm, </th", "Hm, </th", ""),
+        ("\n <thi", "", "\n <thi"),
         ("Say <think> and </think> here.", "", "Say <think> and </think> here."),
         ("<think>a</think>b</think>\nc\n</think>\n", "a", "b</think>\nc\n</think>\n"),
         ("<thinking>", "", "<thinking>"),
@@ -58,8 +49,7 @@ def test_thought_and_answer(text: str, thought: str, answer: str) -> None:
 def test_cuts_change_nothing_and_nothing_is_lost(text: str, step: int) -> None:
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
     assert split(*pieces) == split(text)
-    for word in ("a word ",):
-        assert "".join(split(text)).count(word.strip()) == text.count(word.strip())
+    assert "".join(split(text)).count("a word") == text.count("a word")
 
 
 @given(TEXTS, st.integers(1, 9))
