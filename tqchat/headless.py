@@ -22,6 +22,7 @@ from tqchat.engine.events import (
     Sampling,
     Token,
 )
+from tqchat.tui.channels import Channel, Channels
 from tqchat.tui.text import clean
 from tqchat.units import bytes_text, seconds_text
 
@@ -45,6 +46,8 @@ def answer(
 ) -> int:
     """Print the answer as it comes, or one JSON object. Returns the exit code.
 
+    What the model thinks before it answers is not printed; the object has it as `thinking`.
+
     With a `session` the message goes on with that conversation, and is taken back if nothing is
     answered. Raises KeyboardInterrupt when `interrupted` says so, ChatError when the session
     cannot be saved.
@@ -59,11 +62,24 @@ def answer(
     engine = Engine(options)
     engine.start()
     status = _Status()
+    channels = Channels()
+    parts: dict[Channel, list[str]] = {"thought": [], "answer": []}
     # A terminal would obey control characters that the model writes.
     shown = clean if sys.stdout.isatty() else str
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The locale may lack characters that the model writes.
         sys.stdout.reconfigure(errors="replace")
+
+    def tell(pieces: list[tuple[Channel, str]]) -> None:
+        for channel, text in pieces:
+            parts[channel].append(text)
+            if channel == "thought":
+                status.show("Thinking")
+            elif not as_json:
+                status.clear()
+                sys.stdout.write(shown(text))
+                sys.stdout.flush()
+
     try:
         if session is not None:
             engine.take_up(session.cache_folder)
@@ -91,17 +107,16 @@ def answer(
                 case Token(text=text):
                     if turn is not None:
                         turn.stream(text)
-                    if not as_json:
-                        status.clear()
-                        sys.stdout.write(shown(text))
-                        sys.stdout.flush()
+                    tell(channels.feed(text))
                 case Failed(_, reason):
                     status.clear()
                     print(f"tqchat: {reason}", file=sys.stderr)
                     return 2
                 case Finished(text=text):
+                    tell(channels.finish())
                     status.clear()
-                    _report(event, as_json, stats)
+                    said, thought = "".join(parts["answer"]), "".join(parts["thought"]).strip()
+                    _report(event, said, thought, as_json, stats)
                     if turn is not None:
                         turn.finish(text)
                         status.show("Saving the conversation's cache")
@@ -153,7 +168,7 @@ class _Turn:
             self._session.replace(self._start, messages=self._before)
 
 
-def _report(finished: Finished, as_json: bool, stats: bool) -> None:
+def _report(finished: Finished, text: str, thought: str, as_json: bool, stats: bool) -> None:
     usage = dataclasses.asdict(finished.usage)
     cache = dataclasses.asdict(finished.cache)
     figures = {
@@ -163,7 +178,8 @@ def _report(finished: Finished, as_json: bool, stats: bool) -> None:
         "finish_reason": finished.reason,
     }
     if as_json:
-        print(json.dumps({"text": finished.text, **figures}))
+        thinking = {"thinking": thought} if thought else {}
+        print(json.dumps({"text": text, **thinking, **figures}))
     else:
         print()
     if stats:

@@ -17,10 +17,7 @@ def split(*pieces: str) -> tuple[str, str]:
     parts = {"thought": "", "answer": ""}
     for made in [*map(channels.feed, pieces), channels.finish()]:
         for channel, text in made:
-            if channel == "none":
-                parts["answer"] = ""
-            else:
-                parts[channel] += text
+            parts[channel] += text
     return parts["thought"], parts["answer"]
 
 
@@ -29,7 +26,7 @@ def split(*pieces: str) -> tuple[str, str]:
     [
         ("<think>\nHm.\n</think>\n\nYes.", "\nHm.\n", "Yes."),
         ("\n<think>Hm", "Hm", ""),
-        ("Hm.\nI see.\n</think>\n\nYes.", "Hm.\nI see.\n", "Yes."),
+        ("Hm.\nI see.\n</think>\n\nYes.", "", "Hm.\nI see.\n</think>\n\nYes."),
         ("<|channel|>final<|message|>Yes.", "", "<|channel|>final<|message|>Yes."),
         ("<think>Hm, </th", "Hm, </th", ""),
         ("\n <thi", "", "\n <thi"),

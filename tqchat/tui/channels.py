@@ -1,18 +1,13 @@
 """What a model thinks, told apart from what it answers, while both stream in.
 
-Models that think do so before they answer, between <think> and </think>. Where the prompt ends in
-<think> (DeepSeek-R1), the answer has the closing mark alone, on a line of its own: what came before
-it was thought.
+Models that think do so before they answer, between <think> and </think>.
 """
 
-import re
 from typing import Literal, TypeAlias
 
 from tqchat.chat.marks import END_OF_THOUGHT, THINK
 
-Channel: TypeAlias = Literal["thought", "answer", "none"]
-
-_CLOSED_ALONE = re.compile(rf"^{END_OF_THOUGHT}$", re.MULTILINE)
+Channel: TypeAlias = Literal["thought", "answer"]
 
 
 class Channels:
@@ -22,25 +17,23 @@ class Channels:
     def __init__(self) -> None:
         self._state: Literal["begin", "thought", "after", "answer"] = "begin"
         self._held = ""
-        self._has_thought = False
-        # What was said, until it is clear that it is the answer.
-        self._said: list[str] = []
 
     def feed(self, text: str) -> list[tuple[Channel, str]]:
-        """Takes more text and returns what can be said of it, in order; "none" takes back all."""
+        """Takes more text and returns what can be said of it, in order."""
         self._held += text
         made: list[tuple[Channel, str]] = []
-        while (state := self._state) != "answer":
-            if state == "begin":
-                self._begin()
-            elif state == "thought":
-                self._think(made)
-            else:
-                self._after()
-            if self._state == state:
-                return made
-        if self._held:
-            self._answer(made)
+        if self._state == "begin":
+            self._begin()
+        if self._state == "thought":
+            self._think(made)
+        if self._state == "after":
+            # Blank lines before the answer are left out.
+            self._held = self._held.lstrip()
+            if self._held:
+                self._state = "answer"
+        if self._state == "answer" and self._held:
+            made.append(("answer", self._held))
+            self._held = ""
         return made
 
     def finish(self) -> list[tuple[Channel, str]]:
@@ -51,7 +44,7 @@ class Channels:
     def _begin(self) -> None:
         text = self._held.lstrip()
         if text.startswith(THINK):
-            self._state, self._has_thought = "thought", True
+            self._state = "thought"
             self._held = text.removeprefix(THINK)
         elif text and not THINK.startswith(text):
             self._state = "answer"
@@ -71,25 +64,3 @@ class Channels:
         self._held = rest
         if closed:
             self._state = "after"
-
-    def _after(self) -> None:
-        """Blank lines before the answer are left out."""
-        self._held = self._held.lstrip()
-        if self._held:
-            self._state = "answer"
-
-    def _answer(self, made: list[tuple[Channel, str]]) -> None:
-        text, self._held = self._held, ""
-        if not self._has_thought:
-            # Lines are looked at once they are whole.
-            self._said.append(text)
-            if "\n" in text:
-                lines = "".join(self._said)
-                if found := _CLOSED_ALONE.search(lines, 0, lines.rindex("\n")):
-                    self._has_thought = True
-                    self._said.clear()
-                    self._state, self._held = "after", lines[found.end() :]
-                    made += [("none", ""), ("thought", lines[: found.start()])]
-                    made += self.feed("")
-                    return
-        made.append(("answer", text))

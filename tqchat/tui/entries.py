@@ -128,9 +128,6 @@ class Answer:
             if channel == "thought":
                 self.thought = self.thought or Thought()
                 self.thought.feed(text)
-            elif channel == "none":
-                # What seemed to be the answer was thought: it comes again as that.
-                self._body = _Markdown()
             else:
                 if self.thought is not None:
                     self.thought.ended = True
