@@ -8,6 +8,7 @@ import pytest
 
 from tests.chat.families import FAMILIES
 from tqchat.chat.conversation import Message
+from tqchat.chat.marks import opened_thought
 from tqchat.chat.template import ChatTemplate
 from tqchat.chat.tokenizer import Tokenizer
 
@@ -142,3 +143,30 @@ def test_a_later_prompt_goes_on_from_where_the_answer_began(
     turns += [Message("assistant", "<think>Hm.</think>\n\nIn Paris."), Message("user", "Why?")]
     later = template.prompt_ids(tokenizer, turns, enable_thinking=True)
     assert later[: len(first)] == first
+
+
+@pytest.mark.parametrize("family", ["qwen3", "thinking"])
+@pytest.mark.parametrize("opening", ["", "<think>", "<think>\n"])
+def test_an_answer_is_gone_on_with_as_it_was_written(
+    folder_of: Callable[[str], Path], tokenizer_of: TokenizerOf, family: str, opening: str
+) -> None:
+    """Its tags are the tokens that they were, whoever wrote the first; what spells others, text."""
+    written = "{{- '<|im_start|>assistant\\n"
+    source = ChatTemplate.from_folder(folder_of(family)).source
+    assert source.count(f"{written}' }}}}") == 1
+    escaped = opening.replace("\n", "\\n")
+    template = ChatTemplate(source.replace(written, written + escaped))
+    tokenizer = tokenizer_of(family)
+    question = [Message("user", "Where? <think>\n")]
+    asked = template.prompt_ids(tokenizer, question)
+    think, end = tokenizer.special_tokens["<think>"], tokenizer.special_tokens["</think>"]
+    assert asked.count(think) == bool(opening)
+    assert opened_thought(asked, tokenizer.decode) == opening
+    for answer in ("<think>\nHm, wh", "<think>\nHm.\n</think>\n\nIn Par"):
+        ids = template.prompt_ids(tokenizer, [*question, Message("assistant", answer)])
+        rest = answer.removeprefix(opening)
+        assert ids == asked + ids_of(tokenizer, rest)
+        assert (ids.count(think), ids.count(end)) == (1, answer.count("</think>"))
+    ids = template.prompt_ids(tokenizer, [*question, Message("assistant", "In Par</think>")])
+    closing = "</think>\n\n" if opening else ""
+    assert ids == asked + ids_of(tokenizer, closing) + tokenizer.encode("In Par</think>")

@@ -8,9 +8,12 @@ import pytest
 from tests.folders import write_tiny
 from tqchat.chat.conversation import Message
 from tqchat.engine.engine import Engine
-from tqchat.engine.events import EngineOptions, Failed, Finished, Note, Sampling, Usage
+from tqchat.engine.events import EngineOptions, Failed, Finished, Note, Sampling, Token, Usage
 
 QWEN3 = Path(__file__).parent.parent / "chat" / "data" / "qwen3.jinja"
+# As Qwen 3 Thinking, QwQ and DeepSeek-R1 have it: the prompt ends within the thought.
+ASKED = "'<|im_start|>assistant\\n"
+OPENED = "<think>\n"
 DOCUMENT = "Sixteen letters." * 40
 NO_THOUGHT = len("<think>\n\n</think>\n\n")  # The tiny model's tokens are bytes.
 
@@ -78,3 +81,46 @@ def test_a_model_without_a_switch_is_named_once(tmp_path: Path) -> None:
     assert [e.message for e in events if isinstance(e, Note)] == [
         "This model cannot be told to think or not."
     ]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    template = QWEN3.read_text()
+    opening = template.replace(f"{{{{- {ASKED}' }}}}", f"{{{{- {ASKED}<think>\\n' }}}}")
+    assert opening != template
+    folder = write_tiny(tmp_path_factory.mktemp("models") / "thinker", opening)
+    engine = Engine(EngineOptions(context=2000))
+    engine.start()
+    engine.load(str(folder))
+    yield engine
+    engine.close()
+
+
+def told(engine: Engine, max_tokens: int, *messages: Message) -> tuple[list[str], Finished]:
+    engine.generate(messages, Sampling(temperature=0), max_tokens)
+    pieces = []
+    while not isinstance(event := engine.wait(60), Finished):
+        assert event is not None
+        assert not isinstance(event, Failed), event.message
+        if isinstance(event, Token):
+            pieces.append(event.text)
+    return pieces, event
+
+
+def test_a_thought_that_the_prompt_opens_is_told_from_its_tag_on(thinker: Engine) -> None:
+    thinker.clear()
+    question = Message("user", DOCUMENT)
+    pieces, first = told(thinker, 12, question)
+    assert pieces[0].startswith(OPENED)
+    assert "".join(pieces) == first.text
+    assert first.usage.completion_tokens == 12
+    begun = f"{OPENED}Hm, wh"
+    pieces, rest = told(thinker, 7, question, Message("assistant", begun))
+    assert "<" not in pieces[0]
+    assert rest.usage.prompt_tokens == first.usage.prompt_tokens + len("Hm, wh")
+    assert rest.usage.cached_tokens >= first.usage.prompt_tokens
+    read = first.usage.prompt_tokens - len(OPENED)
+    for answer in (begun, f"{begun}\n</think>\n\nSixteen."):
+        _, second = told(thinker, 1, question, Message("assistant", answer), Message("user", "?"))
+        assert second.usage.cached_tokens >= read > len(DOCUMENT)
+        assert second.text.startswith(OPENED)

@@ -8,17 +8,21 @@ are special tokens and so no text:
     <|channel>thought
     ...<channel|>...
 
-Here both become <think>...</think> before the answer. Back in a prompt, an answer goes without what
-was thought, as both formats want it.
+Here both become <think>...</think> before the answer. Some templates write the first tag
+themselves, at the end of the prompt (DeepSeek-R1, QwQ, Qwen 3 Thinking): there it is put before
+what the model writes. Back in a prompt, an answer goes without what was thought, as all want it.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"
-_THOUGHT = re.compile(rf"\s*{THINK}(.*?)(?:{END_OF_THOUGHT}\s*|\Z)", re.DOTALL)
+_THOUGHT = re.compile(rf"(\s*{THINK})(.*?)({END_OF_THOUGHT}\s*|\Z)", re.DOTALL)
+# Tokens; each may be a byte.
+_LONGEST_OPENING = 16
+_OPENED = re.compile(rf"{THINK}\s*\Z")
 _CLOSING = f"{END_OF_THOUGHT}\n\n"
 _ANSWER_CHANNEL = "final"
 
@@ -66,7 +70,7 @@ class Marks:
             return encode(without_thought(answer))
         text = without_thought(answer)
         if not text and (thought := _THOUGHT.match(answer)):
-            return [self.channel, *encode("analysis"), self.message, *encode(thought[1])]
+            return [self.channel, *encode("analysis"), self.message, *encode(thought[2])]
         return [self.channel, *encode(_ANSWER_CHANNEL), self.message, *encode(text)]
 
 
@@ -74,6 +78,27 @@ def without_thought(answer: str) -> str:
     """An answer without what was thought before it."""
     found = _THOUGHT.match(answer)
     return answer[found.end() :] if found else answer
+
+
+def opened_thought(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    """What of an answer stands at the end of a prompt that opens a thought, or ""."""
+    found = _OPENED.search(decode(prompt[-_LONGEST_OPENING:]))
+    return found[0] if found else ""
+
+
+def spelled(answer: str, opened: str, plain: Callable[[str], str]) -> str:
+    """An answer that is to be gone on with, after a prompt that ends in `opened`.
+
+    The tags of its thought are what they were when the model wrote them; the rest is `plain` text.
+    """
+    found = _THOUGHT.match(answer)
+    if found is None:
+        return (_CLOSING if opened else "") + plain(answer)
+    opening, thought, closing = found.groups()
+    if opened:
+        begun = opening + thought
+        opening, thought = "", begun[len(opened) :] if begun.startswith(opened) else thought
+    return opening + plain(thought) + closing + plain(answer[found.end() :])
 
 
 class Told:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tqchat.chat.conversation import Message
 from tqchat.chat.errors import ChatError
 from tqchat.chat.files import read_json, read_text
-from tqchat.chat.marks import Marks, without_thought
+from tqchat.chat.marks import Marks, opened_thought, spelled, without_thought
 from tqchat.chat.renderer import RENDERER
 from tqchat.chat.sealed import seal
 
@@ -34,6 +34,7 @@ class PromptTokenizer(Protocol):
     def marks(self) -> Marks | None: ...
 
     def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
     def encode_prompt(self, sealed: str) -> list[int]: ...
 
 
@@ -141,14 +142,18 @@ class ChatTemplate:
         """
         marks = tokenizer.marks
         if add_generation_prompt and messages and messages[-1].role == "assistant":
-            before, answer = messages[:-1], messages[-1].content
-            begun = marks.begun(answer, tokenizer.encode) if marks else tokenizer.encode(answer)
-            return self.prompt_ids(tokenizer, before, **switches) + begun
-        if marks:
-            messages = [
-                replace(m, content=without_thought(m.content)) if m.role == "assistant" else m
-                for m in messages
-            ]
+            answer = messages[-1].content
+            asked = self.prompt_ids(tokenizer, messages[:-1], **switches)
+            if marks:
+                return asked + marks.begun(answer, tokenizer.encode)
+            opened = opened_thought(asked, tokenizer.decode)
+            return asked + tokenizer.encode_prompt(
+                spelled(answer, opened, lambda text: seal(text, tokenizer.alphabet))
+            )
+        messages = [
+            replace(m, content=without_thought(m.content)) if m.role == "assistant" else m
+            for m in messages
+        ]
         return tokenizer.encode_prompt(
             self.render_sealed(messages, tokenizer.alphabet, add_generation_prompt, **switches)
         )

@@ -207,8 +207,12 @@ class Session:
         sampling: Sampling,
         max_tokens: int | None,
         stopped: Callable[[], bool],
+        opened: str = "",
     ) -> Iterator[Event]:
-        """Prefill `prompt` and decode the answer. `stopped` is asked between layers and tokens."""
+        """Prefill `prompt` and decode the answer. `stopped` is asked between layers and tokens.
+
+        `opened`: what of the answer stands at the end of the prompt, told with the first token.
+        """
         if not prompt:
             raise ModelError(
                 f"{self._loaded.info.name}: its chat template makes nothing of this conversation. "
@@ -228,7 +232,7 @@ class Session:
                 "Fetch the model again, or choose another."
             )
         try:
-            yield from self._turn(number, prompt, sampling, max_tokens, stopped)
+            yield from self._turn(number, prompt, sampling, max_tokens, stopped, opened)
         except BaseException:
             # A step that broke off may have fed some layers and not others.
             self.clear()
@@ -290,6 +294,7 @@ class Session:
         sampling: Sampling,
         max_tokens: int | None,
         stopped: Callable[[], bool],
+        opened: str,
     ) -> Iterator[Event]:
         tokenizer, context = self._loaded.tokenizer, self._loaded.info.context
         shared = self._shared(prompt)
@@ -319,7 +324,8 @@ class Session:
             if token in tokenizer.stop_ids:
                 break
             clock.token()
-            piece = detokenizer.add(token)
+            piece = opened + detokenizer.add(token)
+            opened = ""
             text.append(piece)
             yield Token(number, piece)
             if clock.stats_due():
