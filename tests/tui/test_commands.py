@@ -365,6 +365,15 @@ async def test_a_wrong_command_stays_in_the_prompt_and_the_hint_is_whole(
         assert screen.prompt.text == "/contnue with some more words"
 
 
+async def test_a_hint_ends_with_the_next_command(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/stats")
+        await screen.shows("There are no figures yet")
+        await screen.command("/help")
+        await screen.shows("all commands, searchable")
+        assert "There are no figures yet" not in screen.screen_text
+
+
 def keys_end_with(screen: Chat, word: str) -> bool:
     return screen.screen_text.split("\n")[-1].endswith(f" {word}")
 

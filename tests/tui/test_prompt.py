@@ -1,6 +1,7 @@
 """Pasting: of any size and content, without freezing, and nothing lost."""
 
 import contextlib
+import os
 import stat
 import sys
 import time
@@ -100,6 +101,13 @@ async def test_the_cursor_steps_over_a_token(engine: FakeEngine) -> None:
         screen.prompt.move_cursor((0, 9))  # as a click would
         await screen.pilot.press("x")
         assert "[pasted 1: 625 tokens, 2.4 KB]" in screen.prompt.text
+
+
+@pytest.mark.parametrize("key", ["ctrl+k", "ctrl+x", "ctrl+shift+k"])
+async def test_the_last_line_can_be_deleted(engine: FakeEngine, key: str) -> None:
+    async with chat(engine) as screen:
+        await screen.pilot.press(key, *"hello", "home", key, key)
+        assert screen.prompt.text == ""
 
 
 async def test_text_that_looks_like_a_token_is_text(engine: FakeEngine) -> None:
@@ -276,6 +284,15 @@ async def test_a_file_is_a_token_and_the_model_is_told_its_name(
         await screen.pilot.press(*"when?", "enter")
         await screen.until(lambda: engine.turns)
         assert engine.turns[0][-1].content == "a [b]: c.txt:\n\nTomorrow, na\xefve\n\n when?"
+
+
+async def test_what_may_never_end_is_not_read(engine: FakeEngine, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    async with chat(engine) as screen:
+        await screen.command(f"/file {pipe}")
+        await screen.shows("is no regular file")
+        assert screen.prompt.text == ""
 
 
 async def test_a_file_that_cannot_be_read_is_said(engine: FakeEngine, tmp_path: Path) -> None:

@@ -353,6 +353,7 @@ class ChatApp(App[int]):
     # Messages and commands
 
     def on_prompt_sent(self, event: Prompt.Sent) -> None:
+        self.hint("")
         command = find(event.text)
         if isinstance(command, Call):
             self._run(command.command, command.argument)

@@ -1,5 +1,7 @@
 """Files into the prompt, and the texts behind its tokens: viewed, and edited in $EDITOR."""
 
+import contextlib
+import stat
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,8 @@ class Attaching:
     def _read(self, path: Path) -> None:
         app = self._app
         try:
+            if _is_stream(path):
+                raise ChatError(f"{clean_line(str(path))} is no regular file: give one that is.")
             document = read_document(path)
         except ChatError as error:
             app.call_from_thread(app.conversation.append, Fault(str(error)))
@@ -73,3 +77,11 @@ class Attaching:
         except (OSError, SuspendNotSupported) as error:
             self._app.hint(clean_line(f"Set $EDITOR to an editor that works: {error}"))
             return None
+
+
+def _is_stream(path: Path) -> bool:
+    """A pipe, a terminal, another device: it may never end, and the screen could not be left."""
+    with contextlib.suppress(OSError, ValueError):
+        mode = path.stat().st_mode
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    return False
