@@ -65,7 +65,6 @@ def test_smollm2_gives_the_ids_that_transformers_gives(
 
 def test_smollm2_knows_its_control_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.stop_ids == {2}
-    assert smollm2.bos_id == 1
     assert smollm2.vocab_size == 49152
     assert smollm2.special_tokens["<|im_end|>"] == 2
     assert len(smollm2.special_tokens) == 17
@@ -359,7 +358,7 @@ def test_a_panic_prints_no_backtrace() -> None:
         "from tqchat.chat.template import ChatTemplate\n"
         "from tqchat.chat.tokenizer import Tokenizer\n"
         "try:\n"
-        f"    Tokenizer({spec}, ChatTemplate(''), None, []).encode('a')\n"
+        f"    Tokenizer({spec}, ChatTemplate(''), []).encode('a')\n"
         "except Exception as error:\n"
         "    print(error)\n"
     )

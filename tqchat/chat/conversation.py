@@ -36,10 +36,6 @@ class Conversation:
         """Give the last message other text. Raises IndexError without one."""
         self.messages[-1] = Message(self.messages[-1].role, content)
 
-    def remove_last(self) -> Message:
-        """Take the last message off. Raises IndexError without one."""
-        return self.messages.pop()
-
     def clear(self) -> None:
         """Forget the turns. The system prompt stays."""
         self.messages.clear()

@@ -52,22 +52,18 @@ class Tokenizer:
     """The characters that set control tokens apart from text (sealed.py says how)."""
     vocab_size: int
     """One more than the highest token id. A model's embedding may have more rows."""
-    bos_id: int | None
     fingerprint: str
     """Hash of vocabulary and chat template: under another one, ids mean something else."""
 
-    def __init__(
-        self, spec: Json, template: ChatTemplate, bos: str | int | None, eos: Iterable[str | int]
-    ) -> None:
+    def __init__(self, spec: Json, template: ChatTemplate, eos: Iterable[str | int]) -> None:
         """From the contents of a tokenizer.json, which is altered.
 
-        `bos` and `eos` are tokens or ids; those that do not exist are left out. Raises ChatError
-        for a tokenizer that is damaged or of a kind not known here.
+        `eos` are tokens or ids; those that do not exist are left out. Raises ChatError for a
+        tokenizer that is damaged or of a kind not known here.
         """
         self._template = template
         with _damage_as_chat_error():
             self._build(spec)
-        self.bos_id = None if bos is None else self._id(bos)
         self._eos = frozenset(token for name in eos if (token := self._id(name)) is not None)
 
     def _build(self, spec: Json) -> None:
@@ -123,7 +119,7 @@ class Tokenizer:
             for token in _ids(read_json(path / name).get("eos_token_id"))
         ]
         eos.append(template.special_tokens.get("eos_token", ""))
-        return cls(spec, template, template.special_tokens.get("bos_token"), eos)
+        return cls(spec, template, eos)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
@@ -135,7 +131,6 @@ class Tokenizer:
         return cls(
             tokenizer_json(metadata),
             ChatTemplate.from_gguf(metadata),
-            next(iter(token("bos")), None),
             token("eos") + token("eot") + token("eom"),
         )
 
