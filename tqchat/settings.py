@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from tqchat import paths
 
@@ -37,14 +37,17 @@ class Number:
     high: float
     metavar: str = "X"
 
+    _kind: ClassVar[type[int] | type[float]] = float
+
     def parse(self, text: str) -> float:
         try:
-            return self.check(float(text))
+            return self.check(self._kind(text))
         except ValueError:
             raise ValueError(f"{text!r} is not {self._wanted}") from None
 
     def check(self, value: Any) -> float:
-        if isinstance(value, bool | str) or not isinstance(value, int | float):
+        # A bool is an int to Python.
+        if isinstance(value, bool) or not isinstance(value, (int, self._kind)):
             raise ValueError(f"{value!r} is not {self._wanted}")
         if not self.low <= value <= self.high:
             raise ValueError(f"{value!r} is not {self._wanted}")
@@ -56,23 +59,10 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Integer:
-    low: int
-    high: int
+class Integer(Number):
     metavar: str = "N"
 
-    def parse(self, text: str) -> int:
-        try:
-            return self.check(int(text))
-        except ValueError:
-            raise ValueError(f"{text!r} is not {self._wanted}") from None
-
-    def check(self, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{value!r} is not {self._wanted}")
-        if not self.low <= value <= self.high:
-            raise ValueError(f"{value!r} is not {self._wanted}")
-        return value
+    _kind = int
 
     @property
     def _wanted(self) -> str:
