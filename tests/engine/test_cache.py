@@ -70,6 +70,11 @@ class Model:
             back[:] = back.astype(np.float16)
 
 
+def exact_in_fp16(rng: np.random.Generator, amount: int) -> Array:
+    """K or V of `amount` tokens: both sides quantise the same numbers."""
+    return rng.normal(size=(HEADS, amount, DIM)).astype(np.float16).astype(np.float32)
+
+
 step = st.one_of(st.integers(1, 8), st.integers(9, 200))
 action = st.one_of(step.map(lambda n: ("add", n)), st.integers(0, 400).map(lambda n: ("trim", n)))
 
@@ -95,11 +100,7 @@ def test_attention_over_any_history(make, actions, seed) -> None:
             cache.trim(amount)
             model.trim(amount)
         else:
-            # K and V that fp16 holds exactly, so that both sides quantise the same numbers.
-            k, v = (
-                rng.normal(size=(HEADS, amount, DIM)).astype(np.float16).astype(np.float32)
-                for _ in range(2)
-            )
+            k, v = (exact_in_fp16(rng, amount) for _ in range(2))
             q = rng.normal(size=(2 * HEADS, amount, DIM)).astype(np.float32)
             past = model.k, model.v
             if amount <= 8:
@@ -144,10 +145,7 @@ def test_a_sliding_window_over_any_history(
             cache.trim(amount)
             model.trim(amount)
         else:
-            k, v = (
-                rng.normal(size=(HEADS, amount, DIM)).astype(np.float16).astype(np.float32)
-                for _ in range(2)
-            )
+            k, v = (exact_in_fp16(rng, amount) for _ in range(2))
             q, again = (rng.normal(size=(2 * HEADS, amount, DIM)) for _ in range(2))
             past = model.k, model.v
             model.append(k, v)

@@ -102,7 +102,7 @@ def measure(
         times = {}
         for way, prepare in WAYS.items():
             steps, q, stored = prepare(backend, shape, context, query_tokens)
-            times[way] = _seconds(backend, steps, q), stored
+            times[way] = _seconds(steps, q), stored
             del steps, q
             mx.clear_cache()
         for way, (seconds, stored) in times.items():
@@ -116,7 +116,7 @@ def copy_bandwidth(backend: Backend) -> float:
     """Bytes read plus bytes written per second when a large array is copied."""
     if _is_mlx(backend):
         x = mx.zeros(COPIED_BYTES // 4, mx.uint32)
-        return 2 * COPIED_BYTES / _seconds(backend, [lambda x: x + 1], x)
+        return 2 * COPIED_BYTES / _seconds([lambda x: x + 1], x)
     parts = [slice(i, i + COPIED_PART) for i in range(0, COPIED_BYTES, COPIED_PART)]
     buffers = np.ones((2, COPIED_BYTES), np.uint8)
     with ThreadPoolExecutor() as pool:
@@ -125,7 +125,7 @@ def copy_bandwidth(backend: Backend) -> float:
             list(pool.map(lambda part: np.copyto(buffers[1, part], buffers[0, part]), parts))
             return buffers[1]
 
-        return 2 * COPIED_BYTES / _seconds(backend, [copy], buffers[0])
+        return 2 * COPIED_BYTES / _seconds([copy], buffers[0])
 
 
 def _is_mlx(backend: Backend) -> bool:
@@ -153,7 +153,7 @@ Quantised = tuple[mx.array, mx.array, mx.array]
 """Words, scales, biases."""
 
 
-def _seconds(backend: Backend, steps: Sequence[Step], x: Array) -> float:
+def _seconds(steps: Sequence[Step], x: Array) -> float:
     """Of one step. Each takes the last one's result; the median of several runs."""
 
     def run(n: int) -> float:

@@ -77,8 +77,12 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
     types = _list(metadata, "token_type", int) or [_NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens):
         raise _damaged("tokens")
-    build = _byte_level_bpe if model == "gpt2" else _sentencepiece_bpe
-    return build(metadata, tokens, types) | {
+    built = (
+        _byte_level_bpe(metadata, tokens)
+        if model == "gpt2"
+        else _sentencepiece_bpe(metadata, tokens, types)
+    )
+    return built | {
         "version": "1.0",
         "added_tokens": [
             {
@@ -91,7 +95,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
     }  # fmt: skip
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Json:
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str) or pre not in _SPLITS:
         raise ChatError(

@@ -72,13 +72,9 @@ class Room:
             if excess
             else "The context is full: there is no room for more."
         )
-        self._app.push_screen(
-            Choice(question, answers), partial(self._make, stop, freed, summary, excess)
-        )
+        self._app.push_screen(Choice(question, answers), partial(self._make, stop, freed, summary))
 
-    def _make(
-        self, stop: int, freed: int, summary: "_Summary | None", excess: int, way: str | None
-    ) -> None:
+    def _make(self, stop: int, freed: int, summary: "_Summary | None", way: str | None) -> None:
         prompt = self._app.prompt
         shown = prompt.text
         if way == "summary" and summary is not None:
