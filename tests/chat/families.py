@@ -26,7 +26,8 @@ from tokenizers import (
 EXAMPLES = settings(max_examples=40, deadline=None)
 
 DATA = Path(__file__).parent / "data"
-CORPUS = (DATA.parent.parent / "data" / "alice.txt").read_text()[:20_000] + "\n\n\n    1234, 'll\n"
+TEXTS = Path(__file__).parents[2] / "tqchat" / "bench" / "texts"
+CORPUS = (TEXTS / "alice.txt").read_text()[:20_000] + "\n\n\n    1234, 'll\n"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LLAMA_3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

@@ -45,7 +45,7 @@ from tqchat.kernels import SINK, Backend, select, tile_words
 from tqchat.kernels.layout import tile_bytes
 
 N_LAYERS, N_KV_HEADS, HEAD_DIM = 3, 2, 32
-TIDES = Path(__file__).parents[1] / "data" / "tides.txt"
+TIDES = Path(__file__).parents[2] / "tqchat" / "bench" / "texts" / "tides.txt"
 BLOCK_BYTES = N_LAYERS * N_KV_HEADS * tile_bytes(HEAD_DIM)
 MODELS = {
     name: build_model(LLAMA, llama_weights(LLAMA), backend)

@@ -26,7 +26,7 @@ from tqchat.kernels import BLOCK, SINK, TAIL_MIN, select
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
 
 GREEDY = Sampling(temperature=0)
-TIDES = Path(__file__).parents[1] / "data" / "tides.txt"
+TIDES = Path(__file__).parents[2] / "tqchat" / "bench" / "texts" / "tides.txt"
 N_PROMPT, N_GREEDY = 200, 64
 
 
