@@ -7,9 +7,8 @@ from unittest.mock import patch
 import mlx.core as mx
 import pytest
 
+from tests.engine.compiled import decode
 from tests.models.test_families import CASES, both
-from tqchat.engine.cache import SealedCache
-from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Array, Backend, KVView
 
 MODELS = ("mistral, windows", "gemma4, shared")
@@ -48,30 +47,7 @@ def test_the_same_logits_through_seals_drops_and_trims(name: str) -> None:
         patch.object(mx, "compile", lambda run: run),
         patch("tqchat.engine.cache.REWIND_BYTES", 0),
     ):
-        layers = model.shape.kv_layers
-        eager, compiled = (
-            [SealedCache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
-            for _ in range(2)
-        )
-        step = CompiledStep(model, backend, compiled)
-        prompt = [7 * i % 96 for i in range(520)]
-        for caches in (eager, compiled):
-            mx.eval(model(prompt, caches))
-        steps = 0
-        for i in range(70):
-            if i == 40:
-                for cache in (*eager, *compiled):
-                    cache.trim(550)
-            ids = mx.array([3 * i % 96], dtype=mx.uint32)
-            expected = model(ids, eager)
-            if step.ready:
-                logits = step(ids)
-                steps += 1
-            else:
-                logits = model(ids, compiled)
-            assert mx.allclose(logits, expected, atol=1e-4)
-            for ours, theirs in zip(compiled, eager, strict=True):
-                assert (ours.offset, ours.n_blocks) == (theirs.offset, theirs.n_blocks)
-    assert 60 < steps < 70
+        n_compiled, caches = decode(model, backend, 520, 70, trim=(40, 550), tolerance=1e-4)
+    assert 60 < n_compiled < 70
     # Windows of 48 have dropped what went by.
-    assert all((cache.dropped > 0) == (cache.window is not None) for cache in compiled)
+    assert all((cache.dropped > 0) == (cache.window is not None) for cache in caches)
