@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.folders import byte_tokenizer, write_tiny
+from tests.folders import CHATML, byte_tokenizer, write_tiny
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +128,21 @@ def test_a_long_prompt_is_announced_on_a_terminal(tqchat, tiny, environment, hom
         assert terminal.wait_for_exit() == 0
     rates.write_text(json.dumps({key: rate / 1e6}))
     assert tqchat(*arguments).stderr == ""
+
+
+def test_what_is_only_thought_is_no_answer(tqchat, tmp_path) -> None:
+    """The prompt opens a thought, and this model ends none."""
+    opening = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    folder = write_tiny(tmp_path / "thinker", opening)
+    arguments = [folder, "-p", "Hello", *GREEDY, "--max-tokens", "8"]
+    done = tqchat(*arguments)
+    assert (done.returncode, done.stdout) == (0, "\n")
+    assert done.stderr.count("\n") == 1
+    assert "did not answer" in done.stderr
+    answer = json.loads(tqchat(*arguments, "--json").stdout)
+    assert (answer["text"], answer["finish_reason"]) == ("", "length")
+    assert list(answer) == ["text", "thinking", *FIELDS[1:]]
+    assert answer["thinking"]
 
 
 def test_paris(tqchat, smollm2_gguf) -> None:
