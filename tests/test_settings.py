@@ -1,6 +1,7 @@
 """The settings file: what is right is taken, what is wrong is named by line and key."""
 
 import contextlib
+import os
 import stat
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import tempfile
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,6 +78,38 @@ def test_bytes_that_are_no_text_are_named(file: Path) -> None:
         settings.read()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [f"top_k = {'9' * 5000}", f"top_k = 0x{'f' * 9000}", '"a\\u001b[31mb" = 1', "a='\x1b[31m'"],
+)
+def test_a_message_is_one_line_that_is_safe_to_print(file: Path, text: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        settings.parse(text, "file\x1b[31m")
+    assert str(error.value).isprintable()
+
+
+def test_what_is_no_regular_file_is_not_opened(file: Path) -> None:
+    file.parent.mkdir()
+    os.mkfifo(file)
+    with pytest.raises(SettingsError, match="not a regular file"):
+        settings.read()
+
+
+def test_a_fault_in_a_long_file_is_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '# a\nsystem = """\na"""\n' + "\n# b" * 2000 + "\nkv = 1\n"
+    parsed: list[int] = []
+
+    def loads(part: str) -> dict[str, Any]:
+        parsed.append(len(part))
+        return original(part)
+
+    original = tomllib.loads
+    monkeypatch.setattr(tomllib, "loads", loads)
+    with pytest.raises(SettingsError, match="line 2005: kv"):
+        settings.parse(text, "file")
+    assert sum(parsed) < 3 * len(text)
+
+
 @given(st.text())
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(SettingsError):
@@ -127,6 +161,10 @@ def test_edit_makes_the_file_and_checks_it(
     monkeypatch.setenv("VISUAL", "no-such-editor")
     assert config.main("edit") == 2
     assert "$EDITOR" in capsys.readouterr().err
+    monkeypatch.setattr("tqchat.paths.settings_file", lambda: editor / "settings.toml")
+    assert config.main("edit") == 2
+    assert f"{editor}/settings.toml cannot be written: " in capsys.readouterr().err
+    monkeypatch.setattr("tqchat.paths.settings_file", lambda: file)
     assert config.main("path") == 0
     assert capsys.readouterr().out == f"{file}\n"
 

@@ -14,7 +14,7 @@ def main(action: Literal["path", "edit", "show"]) -> int:
     """Returns the exit code."""
     try:
         return {"path": _path, "edit": _edit, "show": _show}[action]()
-    except (SettingsError, OSError) as error:
+    except SettingsError as error:
         print(f"tqchat: {error}", file=sys.stderr)
         return 2
 
@@ -26,8 +26,11 @@ def _path() -> int:
 
 def _edit() -> int:
     path = paths.settings_file()
-    if not path.exists():
-        paths.write_private(path, settings.template())
+    try:
+        if not path.exists():
+            paths.write_private(path, settings.template())
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written: {error.strerror}.") from None
     try:
         done = subprocess.run([*shlex.split(command()), str(path)])
     except (OSError, ValueError) as error:

@@ -6,6 +6,7 @@ looked for on the command line, then in the file, then here.
 
 import difflib
 import re
+import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -15,7 +16,10 @@ from tqchat import paths
 
 
 class SettingsError(Exception):
-    """`str()` names the file, the line and the key, and says what would be right."""
+    """`str()` names the file, the line and the key, and says what would be right, in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else "?" for c in message))
 
 
 class Check(Protocol):
@@ -199,6 +203,9 @@ def read() -> dict[str, Any]:
     """What the file says; {} if there is none. Raises SettingsError."""
     path = paths.settings_file()
     try:
+        # A pipe would wait when it is opened, a device might never end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SettingsError(f"{path} is not a regular file, so it is not read.")
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -216,20 +223,29 @@ def parse(text: str, name: str) -> dict[str, Any]:
     """The settings in a file's text. Raises SettingsError, which calls the file `name`."""
     try:
         values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    # Python reads no integer of thousands of digits: a ValueError, as tomllib's own are.
+    except (ValueError, RecursionError) as error:
         raise SettingsError(_broken(text, name, str(error))) from None
     found = {}
     for key, value in values.items():
-        where = f"{name}, line {_lines(text, key).start + 1}"
-        if key not in TABLE:
-            close = difflib.get_close_matches(key, TABLE, n=1)
-            instead = f" Did you mean {close[0]}?" if close else " `tqchat config show` lists them."
-            raise SettingsError(f"{where}: there is no setting {key}.{instead}")
         try:
-            found[key] = TABLE[key].metadata["check"].check(value)
+            found[key] = _checked(key, value)
         except ValueError as error:
-            raise SettingsError(f"{where}: {key}: {error}.") from None
+            line = _lines(text, key).start + 1
+            raise SettingsError(f"{name}, line {line}: {error}") from None
     return found
+
+
+def _checked(key: str, value: Any) -> Any:
+    """Raises ValueError."""
+    if key not in TABLE:
+        close = difflib.get_close_matches(key, TABLE, n=1)
+        instead = f"Did you mean {close[0]}?" if close else "`tqchat config show` lists them."
+        raise ValueError(f"there is no setting {key}. {instead}")
+    try:
+        return TABLE[key].metadata["check"].check(value)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}.") from None
 
 
 def _broken(text: str, name: str, error: str) -> str:
@@ -245,13 +261,13 @@ def _broken(text: str, name: str, error: str) -> str:
 def _lines(text: str, key: str) -> range:
     """The lines, from 0, by which a key of the top level comes into a TOML text.
 
-    tomllib does not tell them: they are those after which a beginning of the text has the key.
+    tomllib does not tell them: they are the first that are TOML by themselves and have the key.
     """
     lines = re.findall(r"[^\n]*\n|[^\n]+", text)
     start = 0
     for end in range(1, len(lines) + 1):
         try:
-            values = tomllib.loads("".join(lines[:end]))
+            values = tomllib.loads("".join(lines[start:end]))
         except tomllib.TOMLDecodeError:
             continue
         if key in values:
