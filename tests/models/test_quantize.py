@@ -1,6 +1,8 @@
 """A model in 16 bits becomes one of 4 bits in the cache folder, once."""
 
+import fcntl
 import json
+import resource
 import stat
 from pathlib import Path
 
@@ -130,3 +132,31 @@ def test_a_disk_that_cannot_be_written_is_said(folder: Path, cache: Path) -> Non
     (cache / "quantized").write_text("in the way")
     with pytest.raises(ModelError, match="Cannot write to"):
         make(folder)
+
+
+def test_one_at_a_time(folder: Path, cache: Path) -> None:
+    """Another program's lock is waited for; what one that was killed left behind goes."""
+    left = cache / "quantized" / "quantize-left"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").touch()
+    heard: list[str] = []
+    with (cache / "quantized.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Stopped):
+            quantized(folder, "tiny", 4, lambda p: heard.append(p.label), lambda: len(heard) == 2)
+    assert set(heard) == {"Waiting for another tqchat that quantises"}
+    assert left.exists()
+    made = make(folder)
+    assert list((cache / "quantized").iterdir()) == [made]
+
+
+def test_a_full_disk_is_said(folder: Path, cache: Path) -> None:
+    """A limit on a file's size cuts a write short in the same way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(ModelError, match="The disk is full: make room for"):
+            make(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((cache / "quantized").iterdir()) == []

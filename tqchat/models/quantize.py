@@ -1,12 +1,16 @@
 """A model in 16 bits, made into one of 4 or 8 bits once and kept in the cache folder."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 
@@ -27,7 +31,7 @@ _KEPT = (".mlp.gate.weight", ".router.weight", ".router.proj.weight")
 _COPIED = (".json", ".jinja", ".model", ".txt")
 _LARGEST_COPIED = 64 << 20
 _WORK_PREFIX = "quantize-"
-_DAY_SECONDS = 24 * 3600
+_TICK_SECONDS = 0.1
 
 
 def quantized(
@@ -49,17 +53,47 @@ def quantized(
         target = paths.cache_dir() / "quantized" / f"{fingerprint(path)[:32]}-{bits}bit"
         if target.is_dir():
             return target
-        paths.private_dir(target.parent)
-        _remove_leftovers(target.parent)
-        work = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=target.parent))
-        try:
-            _write(path, work, bits, _Counted(path, f"Quantising {name}", progress, stop))
-            work.rename(target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        return target
+        with _alone(paths.private_dir(target.parent), progress, stop):
+            if target.is_dir():
+                return target
+            work = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=target.parent))
+            try:
+                _write(path, work, bits, _Counted(path, f"Quantising {name}", progress, stop))
+                work.rename(target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+            return target
     except OSError as error:
         raise disk_error(error, "the cache folder") from None
+
+
+@contextlib.contextmanager
+def _alone(
+    folder: Path, progress: Callable[[Progress], None], stop: Callable[[], bool]
+) -> Iterator[None]:
+    """Hold `folder`, once no other process does; what one that was killed left in it goes.
+
+    Raises OSError, Stopped.
+    """
+    path = folder.with_suffix(".lock")
+    path.touch(0o600)
+    with path.open("ab") as lock:
+        while not _locks(lock):
+            if stop():
+                raise Stopped
+            progress(Progress(0, 1, "Waiting for another tqchat that quantises"))
+            time.sleep(_TICK_SECONDS)
+        for work in folder.glob(f"{_WORK_PREFIX}*"):
+            shutil.rmtree(work, ignore_errors=True)
+        yield
+
+
+def _locks(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Counted:
@@ -97,7 +131,7 @@ def _write(folder: Path, work: Path, bits: int, counted: _Counted) -> None:
                 written |= _quantized(name, tensor, bits)
             counted.add(tensor.nbytes)
         target = work / f"model-{number:05}-of-{len(files):05}.safetensors"
-        mx.save_safetensors(str(target), written, metadata={"format": "mlx"})
+        _save(target, written)
         _finish(target)
     for file in folder.iterdir():
         if (
@@ -110,6 +144,17 @@ def _write(folder: Path, work: Path, bits: int, counted: _Counted) -> None:
     config = read_json(folder / "config.json")
     config["quantization"] = {"group_size": _GROUPS[0], "bits": bits}
     paths.write_private(work / "config.json", json.dumps(config))
+
+
+def _save(target: Path, tensors: dict[str, mx.array]) -> None:
+    """Raises OSError."""
+    try:
+        mx.save_safetensors(str(target), tensors, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        if "[write]" not in str(error):
+            raise
+        # MLX does not say why a write was cut short: as it is with a full disk.
+        raise OSError(errno.ENOSPC, str(error), str(target)) from None
 
 
 def _quantized(name: str, tensor: mx.array, bits: int) -> dict[str, mx.array]:
@@ -132,10 +177,3 @@ def _finish(file: Path) -> None:
     file.chmod(0o600)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What was killed left behind."""
-    for work in folder.glob(f"{_WORK_PREFIX}*"):
-        if time.time() - work.stat().st_mtime > _DAY_SECONDS:
-            shutil.rmtree(work, ignore_errors=True)
