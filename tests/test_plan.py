@@ -96,6 +96,14 @@ def test_bad_input_is_one_line(capsys, tmp_path) -> None:
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("size", ["64", "nan", "9" * 400 + "GB", "-1GB", ""])
+def test_what_is_no_size_is_refused(capsys, size: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "smollm2", f"--memory={size}"])
+    assert ended.value.code == 2
+    assert "--memory" in capsys.readouterr().err
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3000), st.sampled_from(["int4", "int3", "fp16"]))
 def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:

@@ -214,7 +214,7 @@ def device() -> Limit:
 
 def _size(text: str) -> int:
     """Memory as it is sold: GB means 2**30 bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])i?B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([GMT])i?B?", text.strip(), re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 64GB")
     scale = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[match[2].upper()]

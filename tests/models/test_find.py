@@ -129,7 +129,9 @@ def test_the_model_used_last(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert find.last_used() is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"model": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"model": 3}', b"\xff", b"[" * 100_000]
+)
 def test_a_memory_that_makes_no_sense(content: bytes) -> None:
     find.remember("owner/repo")
     [memory] = paths.state_dir().iterdir()

@@ -7,9 +7,8 @@ from tqchat.models.errors import ModelError
 # Numbers whose inverses are normal in float32 too.
 SMALLEST, LARGEST = 1e-37, 1e37
 
-
 # What a shape lists one by one must not fill the memory.
-_MOST = {"num_hidden_layers": 1024}
+_MOST = {"num_hidden_layers": 1024, "head_dim": 1 << 16, "global_head_dim": 1 << 16}
 
 
 class Config(dict[str, Any]):

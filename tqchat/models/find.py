@@ -105,7 +105,7 @@ def last_used() -> str | None:
     try:
         name = json.loads(_memory().read_bytes())["model"]
         return resolve(name).name
-    except (OSError, ValueError, KeyError, TypeError, ModelError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, ModelError):
         return None
 
 
