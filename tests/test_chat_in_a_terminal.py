@@ -136,6 +136,16 @@ def test_ctrl_c_while_the_prompt_is_read(chat: Callable[..., Terminal], slow: Pa
     leave(terminal)
 
 
+def test_a_paste_presses_no_keys(chat: Callable[..., Terminal], slow: Path) -> None:
+    terminal = chat(slow)
+    terminal.wait_for(CHAT)
+    # An escape, Enter, and Ctrl-Q.
+    terminal.paste("one\x1b[31m\rtwo\x11\rthree")
+    terminal.wait_for(r"│ one *│.*\s+│ two\S* *│.*\s+│ three *│")
+    empty_the_box(terminal, backspaces=20)
+    leave(terminal)
+
+
 def test_ctrl_c_while_an_answer_is_written(chat: Callable[..., Terminal], slow: Path) -> None:
     terminal = chat(slow)
     terminal.wait_for(CHAT)

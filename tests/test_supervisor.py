@@ -233,7 +233,7 @@ while True:
 SCREEN = """
 from textual.app import App
 from textual.widgets import Input, Static
-from tqchat.tui.terminal import use_terminal_driver
+from tqchat.tui.terminal import TerminalDriver
 class Screen(App):
     def compose(self):
         yield Static("Everything")
@@ -242,8 +242,7 @@ class Screen(App):
         self.exit(5)
 print("starting", os.getpid(), flush=True)
 time.sleep(0.2)
-use_terminal_driver()
-code = Screen().run()
+code = Screen(driver_class=TerminalDriver).run()
 print("ended in order", flush=True)
 return code
 """

@@ -18,6 +18,7 @@ from textual.theme import Theme
 
 from tqchat import paths
 from tqchat import settings as settings_file
+from tqchat.chat.marks import without_thought
 from tqchat.chat.sessions import Session
 from tqchat.settings import Settings, SettingsError
 from tqchat.tui import clipboard, themes, welcome
@@ -33,7 +34,7 @@ from tqchat.tui.history import History
 from tqchat.tui.keeping import Keeping
 from tqchat.tui.reports import Reports
 from tqchat.tui.rows import Code
-from tqchat.tui.terminal import use_terminal_driver
+from tqchat.tui.terminal import TerminalDriver
 from tqchat.tui.text import clean_line
 from tqchat.tui.widgets.bars import Activity, Header, KeyHints
 from tqchat.tui.widgets.conversation import Conversation
@@ -57,7 +58,8 @@ _MOMENT_S = 0.5
 
 class ChatApp(App[int]):
     """`open_engine` is called on a thread of its own after the first frame: it may import MLX. It
-    is given the name of the model that `session`, the conversation to go on with, was held with."""
+    is given the name of the model that was chosen, or that `session`, the conversation to go on
+    with, was held with. `choose`: that is chosen on the screen; gives the settings for it."""
 
     CSS_PATH = "app.tcss"
     TITLE = "tqchat"
@@ -101,9 +103,9 @@ class ChatApp(App[int]):
         open_engine: Callable[[str | None], Opened],
         settings: Settings,
         session: Session | None = None,
-        choose: bool = False,
+        choose: Callable[[Session | None], Settings] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self._choose = choose
         self.opening = Opening(open_engine)
         self.dialogue: Dialogue = Dialogue(self, settings, session)
@@ -165,10 +167,10 @@ class ChatApp(App[int]):
             self.conversation.append(Fault(clean_line(fault)))
         self.draw_figures()
         self._draw_bars()
-        if self._choose:
-            self.push_screen(self.keeping.picker(), self._start_with)
+        if self._choose is not None:
+            self.push_screen(self.keeping.picker(), partial(self._start_with, self._choose))
         else:
-            self.call_after_refresh(self.opening.start, session)
+            self.call_after_refresh(self.opening.start, session, self.dialogue.settings.model)
         self.call_after_refresh(self._collect_garbage)
         self.theme_changed_signal.subscribe(self, self._keep_theme)
         self._timer = self.set_interval(TICK_S, self._tick)
@@ -193,9 +195,24 @@ class ChatApp(App[int]):
         except (OSError, SettingsError) as error:
             self.hint(clean_line(f"The choice is not kept: {error}"))
 
-    def _start_with(self, session_id: str | None) -> None:
+    def _start_with(
+        self, settings_for: Callable[[Session | None], Settings], session_id: str | None
+    ) -> None:
         self.keeping.go_on(session_id)
-        self.opening.start(self.dialogue.record.session)
+        session = self.dialogue.record.session
+        settings = settings_for(session)
+        self.dialogue.hold_with(settings)
+        self.opening.start(session, settings.model)
+
+    def set_theme(self, name: str) -> None:
+        """The colours called `name`; without a name, offers all there are."""
+        if not name:
+            self.action_change_theme()
+        elif name in self.available_themes:
+            self.theme = name
+        else:
+            self.prompt.put_back(f"/theme {name}")
+            self.hint(clean_line(f"There is no theme {name}: /theme lists them."))
 
     def close_engine(self) -> None:
         """Ends the engine, if it was started, and then the session. Waits for what cannot be
@@ -392,12 +409,13 @@ class ChatApp(App[int]):
             yield SystemCommand(f"/{command.name}", command.help, partial(self._run, command))
 
     def copy_answer(self) -> None:
+        """The last one, without what was thought before it."""
         answers = [
-            message.content
+            without_thought(message.content)
             for message in self.dialogue.record.messages
             if message.role == "assistant"
         ]
-        if answers:
+        if answers and answers[-1]:
             self._copy(answers[-1], "the last answer")
         else:
             self.hint("There is no answer to copy yet.")
@@ -431,13 +449,16 @@ class ChatApp(App[int]):
         self.call_from_thread(self.hint, f"{copied}: {what}, {len(text):,} characters.")
 
 
-def run(settings: Settings, session: Session | None = None, choose: bool = False) -> int:
+def run(
+    settings: Settings,
+    session: Session | None = None,
+    choose: Callable[[Session | None], Settings] | None = None,
+) -> int:
     """Chats on the terminal until the person leaves. Returns the exit code."""
     return run_app(ChatApp(partial(open_engine, settings), settings, session, choose))
 
 
 def run_app(app: ChatApp) -> int:
-    use_terminal_driver()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         code = app.run()

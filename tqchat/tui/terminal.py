@@ -130,8 +130,3 @@ class TerminalDriver(LinuxDriver):
 
     def _draw_all(self) -> None:
         self._app.screen.refresh()
-
-
-def use_terminal_driver() -> None:
-    """Makes Textual read and draw with `TerminalDriver`."""
-    linux_driver.LinuxDriver = TerminalDriver  # type: ignore[misc]
