@@ -219,6 +219,16 @@ def test_a_newer_version_is_refused_with_what_to_do() -> None:
     assert sessions.summaries() == []
 
 
+@pytest.mark.parametrize("first", ["", "{}", "[]", "7", "[" * 100_000])
+def test_a_file_of_something_else(first: str) -> None:
+    session = Session.create()
+    session.close()
+    (session.folder / "conversation.jsonl").write_text(f"{first}\n")
+    with pytest.raises(ChatError, match="not a conversation"):
+        Session.open(session.id)
+    assert sessions.summaries() == []
+
+
 @pytest.mark.parametrize("name", ["", "..", "../..", "20260101-000000-abcd", "x", "/etc"])
 def test_names_that_are_no_conversation(name: str) -> None:
     with pytest.raises(ChatError, match="no conversation"):

@@ -21,6 +21,7 @@ from typing import Any, Self
 from tqchat import paths
 from tqchat.chat.conversation import Conversation, Message
 from tqchat.chat.errors import ChatError
+from tqchat.chat.marks import without_thought
 
 VERSION = 1
 PARTIAL_INTERVAL_S = 2.0
@@ -99,7 +100,7 @@ class Transcript:
         try:
             start = json.loads(first)
             version = start["version"] if start["type"] == "session" else None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             version = None
         if not isinstance(version, int):
             raise ChatError("This is not a conversation of tqchat's.")
@@ -261,11 +262,14 @@ class Session:
         return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
 
     def to_markdown(self) -> str:
+        """Without what was thought before answers."""
         day = time.strftime("%Y-%m-%d", time.localtime(self._transcript.created))
         parts = [f"# {self.title}", f"*{self.model or 'tqchat'}, {day}*"]
         for message in self.conversation.prompt():
             name = {"user": "You", "assistant": "Answer", "system": "System prompt"}[message.role]
-            parts += [f"## {name}", message.content.strip()]
+            is_answer = message.role == "assistant"
+            text = without_thought(message.content) if is_answer else message.content
+            parts += [f"## {name}", text.strip()]
         return "\n\n".join(parts) + "\n"
 
     def _show_title(self) -> None:
