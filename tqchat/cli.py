@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ SUBCOMMANDS = {
     "pull": "fetch a model without chatting",
     "plan": "show what memory a model needs at each context length",
     "bench": "measure speed and memory on this machine",
-    "doctor": "check the device and the kernels, and say what to do about faults",
+    "doctor": "check the device and the kernels",
     "config": "show or edit the settings file",
     "completion": "print what makes a shell complete tqchat's arguments",
 }
@@ -93,18 +94,19 @@ def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
         return supervise(lambda: _screen(options, chosen))
     from tqchat.chat.documents import LARGEST_BYTES, decode, read_document, with_documents
     from tqchat.chat.errors import ChatError
+    from tqchat.tui.text import clean_line
 
     # What is piped in may take as long as it likes to come.
     ctrl_c.raise_again()
     try:
-        documents = [read_document(Path(path).expanduser()) for path in options.file]
+        documents = [read_document(Path(os.path.expanduser(path))) for path in options.file]
         if piped:
             given = decode("Input", "The input", sys.stdin.buffer.read(LARGEST_BYTES + 1))
             if given.text.strip():
                 documents.insert(0, given)
         for document in documents:
             if document.note:
-                print(f"tqchat: {document.note}", file=sys.stderr)
+                print(f"tqchat: {clean_line(document.note)}", file=sys.stderr)
         if options.prompt is None and not options.file:
             question = documents.pop(0).text.strip() if documents else ""
         else:
@@ -160,12 +162,13 @@ def _screen(options: argparse.Namespace, chosen: Settings) -> int:
     from tqchat.tui.app import run
 
     ctrl_c.raise_again()
+    as_it_was = partial(_as_it_was, options, chosen)
     choose = options.resume == ""
     try:
         session = None if choose else _session(options)
     except ChatError as error:
         fail(str(error))
-    return run(_as_it_was(options, chosen, session), session, choose)
+    return run(as_it_was(session), session, as_it_was if choose else None)
 
 
 def _as_it_was(

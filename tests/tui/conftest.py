@@ -79,9 +79,10 @@ class Chat:
     @property
     def screen_text(self) -> str:
         """All that can be read on the screen."""
-        width = self.app.size.width
-        lines = self.app.screen._compositor.render_strips()
-        return "\n".join(strip.crop(0, width).text.rstrip() for strip in lines)
+        size, compositor = self.app.size, self.app.screen._compositor
+        # A modal screen keeps what it has drawn, so it must see what lies behind it here too.
+        lines = compositor.render_inline(size, self.app._background_screens).strips
+        return "\n".join(strip.crop(0, size.width).text.rstrip() for strip in lines)
 
     async def until(self, condition: Callable[[], object]) -> None:
         await wait_until(self.pilot, condition)

@@ -419,6 +419,30 @@ async def test_a_theme_is_remembered(engine: FakeEngine) -> None:
         await screen.until(lambda: settings.read() == {"theme": "tq-light"})
 
 
+async def test_a_theme_is_chosen_by_its_name(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.command("/theme tq-light")
+        assert screen.app.theme == "tq-light"
+        await screen.command("/theme tq-lihgt")
+        await screen.shows("There is no theme tq-lihgt")
+        assert (screen.app.theme, screen.prompt.text) == ("tq-light", "/theme tq-lihgt")
+        screen.prompt.text = "/theme tq-da"
+        await screen.shows("tq-dark")
+        await screen.pilot.press("enter")
+        await screen.until(lambda: screen.app.theme == "tq-dark")
+        assert not screen.prompt.text
+
+
+def test_names_of_themes_complete() -> None:
+    themes = {"tq-dark": "dark", "tq-light": "light"}
+    assert [(one.typed, one.help) for one in completions("/theme TQ-l", themes)] == [
+        ("/theme tq-light", "light")
+    ]
+    assert len(completions("/theme ", themes)) == 2
+    assert not completions("/theme tq-light", themes)
+    assert not completions("/set tq", themes)
+
+
 async def test_a_theme_that_is_not_there_is_said(engine: FakeEngine) -> None:
     app = ChatApp(engine.open, Settings(theme="no-such-theme"))
     async with app.run_test(size=(100, 40)) as pilot:

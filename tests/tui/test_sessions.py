@@ -1,12 +1,15 @@
 """Conversations on disk, as the screen writes them and goes on with them."""
 
+import argparse
+import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
-from tqchat import paths
+from tqchat import cli, paths
 from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
@@ -271,7 +274,7 @@ async def test_a_conversation_is_exported_for_its_owner_alone(
 
 async def test_the_conversation_may_be_chosen_at_the_start(engine: FakeEngine) -> None:
     saved(("Where?", "There.")).close()
-    app = ChatApp(engine.open, Settings(), choose=True)
+    app = ChatApp(engine.open, Settings(), choose=lambda session: Settings())
     async with app.run_test(size=(100, 40)) as pilot:
         screen = Chat(app, engine, pilot)
         await screen.shows("Where?")
@@ -281,3 +284,65 @@ async def test_the_conversation_may_be_chosen_at_the_start(engine: FakeEngine) -
         assert len(engine.folders) == 1
         await screen.shows("There.")
     app.close_engine()
+
+
+@pytest.mark.parametrize(
+    ("said", "model", "system"),
+    [({}, "smollm2", "Be kind."), ({"model": "said", "system": "Say."}, "said", "Say.")],
+)
+@pytest.mark.parametrize("key", ["enter", "escape"])
+async def test_what_one_chosen_at_the_start_is_held_with(
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, str],
+    model: str,
+    system: str,
+    key: str,
+) -> None:
+    """What the command line says, else as it was, else what the file says."""
+    saved(("Where?", "There.")).close()
+    apps: list[ChatApp] = []
+
+    def run(
+        settings: Settings, session: Session | None, choose: Callable[..., Settings] | None
+    ) -> int:
+        apps.append(ChatApp(engine.open, settings, session, choose))
+        return 0
+
+    monkeypatch.setattr("tqchat.tui.app.run", run)
+    options = argparse.Namespace(resume="", newest=False, **said)
+    cli._screen(options, Settings.of(said, {"model": "file", "system": "File."}))
+    gc.enable()
+    async with apps[0].run_test(size=(100, 40)) as pilot:
+        screen = Chat(apps[0], engine, pilot)
+        await screen.shows("Where?")
+        await pilot.press(key)
+        if key == "escape" and not said:
+            model, system = "file", "File."
+        await screen.until(lambda: engine.loads == [model])
+        engine.say_loaded()
+        await screen.send("And?")
+        assert contents(engine)[0] == ("system", system)
+        assert len(engine.turns[0]) == (4 if key == "enter" else 2)
+    apps[0].close_engine()
+
+
+async def test_thoughts_are_neither_copied_nor_exported_as_markdown(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    question, answer = "<think>Mine</think> Where?", "<think>\nHm.\n</think>\n\nThere."
+    async with chat(engine, session=saved((question, answer))) as screen:
+        await screen.command("/copy")
+        assert screen.app.clipboard == "There."
+        for name in ("a.md", "a.json"):
+            await screen.command(f"/export {tmp_path / name}")
+            await screen.until((tmp_path / name).exists)
+        markdown = (tmp_path / "a.md").read_text()
+        assert "Hm." not in markdown
+        assert question in markdown
+        assert "Hm." in (tmp_path / "a.json").read_text()
+        await screen.exchange("And?", "<think>\nHm")
+        screen.app.copy_to_clipboard("")
+        await screen.command("/copy")
+        await screen.shows("There is no answer to copy yet")
+        assert not screen.app.clipboard

@@ -153,19 +153,24 @@ async def reading_a_token(chat: Chat, clock: Clock) -> None:
     await chat.shows("Line 5 of the notes.", "Esc closes")
 
 
+async def making_room(chat: Chat, clock: Clock) -> None:
+    await finished(chat, clock)
+    await chat.send("a message that is much too long")
+    chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=100)
+    await chat.shows("100 tokens too long", "Begin a new conversation")
+
+
+STATES = (loading, ready, reading, streaming, finished, failed, menu, helping, thinking)
 MODALS = (
     choosing_a_session,
     choosing_a_model,
     searching_the_history,
     reading_a_token,
+    making_room,
 )
 CASES = [
-    *[(state, size, themes.DARK) for state in (loading, streaming, finished) for size in SIZES],
-    *[(state, (80, 24), themes.DARK) for state in (reading, menu, failed)],
-    *[(state, (120, 40), themes.DARK) for state in (ready, helping)],
+    *[(state, size, themes.DARK) for state in (*STATES, *MODALS) for size in SIZES],
     *[(state, (120, 40), themes.LIGHT) for state in (loading, streaming, failed, menu)],
-    *[(state, size, themes.DARK) for state in MODALS for size in SIZES],
-    *[(thinking, size, themes.DARK) for size in SIZES],
     *[(finished, (120, 40), theme) for theme in ("tq-16", "tq-contrast", "tq-paper")],
 ]
 

@@ -58,7 +58,7 @@ COMMANDS = (
     Command("copy", "copy the last answer", lambda app, _: app.copy_answer()),
     Command(
         "export",
-        "write the conversation to a file: .md, .json",
+        "write it all to a .json file, or without thoughts to .md",
         lambda app, name: app.keeping.export(name),
         argument="[FILE]",
     ),
@@ -102,7 +102,9 @@ COMMANDS = (
         argument="[NAME]",
     ),
     Command("context", "show what fills the context", lambda app, _: app.reports.context()),
-    Command("theme", "choose the colours", lambda app, _: app.action_change_theme()),
+    Command(
+        "theme", "choose the colours", lambda app, name: app.set_theme(name), argument="[NAME]"
+    ),
     Command("stats", "show the figures of the last answer", lambda app, _: app.reports.stats()),
     Command(
         "plan",
@@ -168,8 +170,8 @@ class Completion:
     is_whole: bool = True
 
 
-def completions(text: str) -> list[Completion]:
-    """What a command that is being typed may become."""
+def completions(text: str, themes: Mapping[str, str] = {}) -> list[Completion]:
+    """What a command that is being typed may become. `themes`: their names, and what they are."""
     name, space, start = text[1:].lower().partition(" ")
     if not text.startswith("/") or any(character.isspace() for character in name + start):
         return []
@@ -180,9 +182,12 @@ def completions(text: str) -> list[Completion]:
             if command.name.startswith(name)
         ]
     words = next((command.words for command in COMMANDS if command.name == name), {})
+    if is_theme := name == "theme":
+        words = themes
+    # A setting's name has a _, a theme's a -.
     start = start.replace("-", "_")
     return [
-        Completion(f"/{name} {word} ", word, help, is_whole=False)
+        Completion(f"/{name} {word}" if is_theme else f"/{name} {word} ", word, help, is_theme)
         for word, help in words.items()
-        if word.startswith(start) and word != start
+        if word.replace("-", "_").startswith(start) and word.replace("-", "_") != start
     ]

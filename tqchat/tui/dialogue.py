@@ -97,6 +97,12 @@ class Dialogue:
         self._waiting: deque[_Waiting] = deque()
         self._text: list[str] = []
 
+    def hold_with(self, settings: Settings) -> None:
+        """What the conversation is held with from now on."""
+        self.given = self.settings = settings
+        if settings.system not in (None, self.record.talk.system):
+            self.record.set_system(settings.system or "")
+
     @property
     def engine(self) -> ChatEngine | None:
         opened = self._app.opening.opened

@@ -48,7 +48,7 @@ class Opened:
 
 class Opening:
     """Starts an engine on a thread of its own: `open_engine` may import MLX. It is given the name
-    of the model that the conversation to go on with was held with."""
+    of the model that was chosen, or that the conversation to go on with was held with."""
 
     def __init__(self, open_engine: Callable[[str | None], Opened]) -> None:
         self._open_engine = open_engine
@@ -56,9 +56,11 @@ class Opening:
         self._fault: BaseException | None = None
         self.opened: Opened | None = None
 
-    def start(self, session: Session | None) -> None:
+    def start(self, session: Session | None, model: str | None) -> None:
+        if model is None and session is not None:
+            model = session.model
         self._thread = threading.Thread(
-            target=self._open, args=[session], name="open-engine", daemon=True
+            target=self._open, args=[session, model], name="open-engine", daemon=True
         )
         self._thread.start()
 
@@ -74,9 +76,9 @@ class Opening:
         if self.opened is not None:
             self.opened.engine.close()
 
-    def _open(self, session: Session | None) -> None:
+    def _open(self, session: Session | None, model: str | None) -> None:
         try:
-            opened = self._open_engine(None if session is None else session.model)
+            opened = self._open_engine(model)
             if session is not None:
                 opened.engine.take_up(session.cache_folder)
             opened.engine.load(opened.model)
@@ -89,12 +91,11 @@ class Opening:
             self._fault = fault
 
 
-def open_engine(settings: Settings, saved_model: str | None) -> Opened:
-    """Starts an engine for the model chosen, else the one the saved conversation was held with,
-    else the last one used, else the built-in one."""
+def open_engine(settings: Settings, name: str | None) -> Opened:
+    """Starts an engine for the model called `name`, else the last one used, else the built-in
+    one."""
     from tqchat.engine.engine import Engine, default_model
 
-    name = settings.model or saved_model
     name, is_small = default_model() if name is None else (name, False)
     engine = Engine(EngineOptions.of(settings))
     engine.start()

@@ -172,7 +172,9 @@ class Prompt(TextArea):
 
     def _choices(self) -> Sequence[Choice]:
         """What the menu has to offer for what is typed."""
-        if found := completions(self.text):
+        themes = self.app.available_themes.values()
+        looks = {theme.name: "dark" if theme.dark else "light" for theme in themes}
+        if found := completions(self.text, looks):
             return found
         return places(word[1]) if (word := self._place_before()) else []
 
