@@ -49,6 +49,14 @@ async def test_the_menu_has_descriptions_and_stays_small(engine: FakeEngine) -> 
         assert screen.prompt.text == "/model"
 
 
+async def test_the_menu_leaves_room_for_the_prompt_on_a_tiny_screen(engine: FakeEngine) -> None:
+    async with chat(engine, (40, 12)) as screen:
+        await screen.pilot.press("/")
+        await screen.shows("/help", "│ / ", "more", "choose")
+        await screen.pilot.press("up")
+        await screen.shows("/quit", "│ / ")
+
+
 async def test_names_that_can_be_set_are_completed(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await screen.pilot.press(*"/set top")

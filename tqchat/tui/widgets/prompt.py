@@ -25,6 +25,8 @@ from tqchat.tui.text import clean_line, clean_paste
 
 TALLEST = 10
 MOST_ROWS = 10
+# Header, activity, prompt and keys, what says how many more there are, and a row to spare.
+_ROWS_AROUND = 8
 _LONGEST_PASTE = 2_000
 _PLACE = re.compile(r"(?:^|(?<=\s))@(\S*)$")
 _MOST_PASTED_LINES = 20
@@ -355,8 +357,9 @@ class CommandMenu(Static):
         ]
         width = max(len(name) + len(help) for name, help in pairs) + 2
         rows = []
-        first = max(0, min(self._place - MOST_ROWS // 2, len(pairs) - MOST_ROWS))
-        for index, (name, help) in list(enumerate(pairs))[first : first + MOST_ROWS]:
+        most = max(1, min(MOST_ROWS, self.screen.size.height - _ROWS_AROUND))
+        first = max(0, min(self._place - most // 2, len(pairs) - most))
+        for index, (name, help) in list(enumerate(pairs))[first : first + most]:
             here = index == self._place
             row = Content.assemble(
                 (f" {name} ", "bold $primary" if here else "$primary"),
