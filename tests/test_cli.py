@@ -438,10 +438,21 @@ def test_a_question_longer_than_the_context(tqchat, tiny) -> None:
 def test_documents_that_cannot_be_read(tqchat, tiny, tmp_path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path / "none.txt"), "none.txt", "No such file")
+    assert_refused(
+        tqchat(tiny, "-p", "?", "-f", "~nobody-of-this-name/a"), "nobody", "No such file"
+    )
     assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path), "folder")
     assert_refused(tqchat(tiny, "-p", "?", "-f", tmp_path / "picture.png"), "binary")
     assert_refused(tqchat(tiny, stdin=b"\xff\xfe\xfd"), "UTF-16")
     assert_refused(tqchat(tiny, stdin=b"a\0b"), "binary")
+
+
+def test_a_files_name_is_safe_to_print(tqchat, tiny, tmp_path) -> None:
+    (tmp_path / "\x1b[31m.txt").write_bytes(b"caf\xe9")
+    done = tqchat(tiny, "-p", "?", "-f", tmp_path / "\x1b[31m.txt", "--max-tokens", "1")
+    assert done.returncode == 0
+    assert "Windows-1252" in done.stderr
+    assert done.stderr.removesuffix("\n").isprintable()
 
 
 @pytest.mark.parametrize(
@@ -454,6 +465,7 @@ def test_documents_that_cannot_be_read(tqchat, tiny, tmp_path) -> None:
         ["--max-tokens", "0"],
         ["--context", "many"],
         ["--kv", "int2"],
+        ["--continue", "--resume", "20260101-000000-abcd"],
     ],
 )
 def test_options_out_of_range(tqchat, tiny, option) -> None:

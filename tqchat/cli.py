@@ -266,8 +266,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-p", "--prompt", metavar="TEXT", help="answer this on stdout, without the screen")
     add("-f", "--file", action="append", default=[], help="a text file to ask about; repeatable")
-    add("--continue", dest="newest", action="store_true", help="go on with the newest conversation")
-    add("--resume", nargs="?", const="", metavar="ID", help="go on with a saved conversation")
+    either = parser.add_mutually_exclusive_group().add_argument
+    text = "go on with the newest conversation"
+    either("--continue", dest="newest", action="store_true", help=text)
+    either("--resume", nargs="?", const="", metavar="ID", help="go on with a saved conversation")
     text = "sampling (default: as the model suggests, else these)"
     sampling = parser.add_argument_group(text)
     for name, one in settings.TABLE.items():

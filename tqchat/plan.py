@@ -145,9 +145,10 @@ def text(report: Report) -> str:
     with console.capture() as capture:
         console.print(table)
     beyond = ", more than it was trained for" if report.longest > report.shape.context else ""
-    token = bytes_text(plan.token_bytes(report.shape, report.kv))
+    token = plan.token_bytes(report.shape, report.kv)
+    growth = f"KV {bytes_text(token)} a token" if token else "KV that ends with its windows"
     parts = [
-        f"{report.name}: weights {bytes_text(report.weights)}, KV {token} a token, "
+        f"{report.name}: weights {bytes_text(report.weights)}, {growth}, "
         f"limit {bytes_text(limit.default)}",
         *(line.rstrip() for line in capture.get().splitlines()),
         f"The largest context that fits: {report.longest:,} tokens{beyond}.",

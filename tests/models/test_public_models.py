@@ -77,6 +77,8 @@ def test_windows_bound_the_cache(folder: Path, capsys: pytest.CaptureFixture[str
     # 32 layers * 8 heads * 128 * 4 = 131,072 bytes a token, of a window of 4,096 and some more
     # that can be taken back.
     assert 4096 * 131072 < whole["kv_fp16_bytes"] < 8192 * 131072
+    assert main(["plan", str(folder)]) == 0
+    assert "KV that ends with its windows, limit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["phi-4-mini"], indirect=True)
