@@ -262,6 +262,11 @@ def test_the_last_model_is_used_again(tqchat, tiny) -> None:
     assert (again.returncode, again.stdout) == (0, first.stdout)
 
 
+def test_the_log_is_for_its_owner_alone(tqchat, home) -> None:
+    assert tqchat("--version").returncode == 0
+    assert (home / "state" / "tqchat" / "tqchat.log").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_home_that_cannot_be_written_to(tqchat, tiny) -> None:
     """Nothing is remembered then, but the answer comes."""
     nowhere = {f"XDG_{kind}_HOME": "/dev/null/x" for kind in ("CACHE", "CONFIG", "DATA", "STATE")}

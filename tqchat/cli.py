@@ -359,6 +359,8 @@ def fail(message: str) -> NoReturn:
 def _log_to_file() -> None:
     """Faults go to a file: stderr is the screen."""
     try:
-        logging.basicConfig(filename=paths.log_file(), level=logging.WARNING, force=True)
+        file = paths.log_file()
+        file.touch(0o600)
+        logging.basicConfig(filename=file, level=logging.WARNING, force=True)
     except OSError:
         logging.basicConfig(handlers=[logging.NullHandler()], force=True)
