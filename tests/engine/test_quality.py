@@ -1,4 +1,7 @@
-"""What the int4 cache costs: SmolLM2's predictions with it against those with the 16-bit cache."""
+"""What the int4 cache costs: SmolLM2's predictions with it against those with the 16-bit cache.
+
+This is a gate: nothing skips it, and a model that cannot be fetched is an error.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,12 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tqchat.engine.cache import DenseCache, Int4Cache
+from tqchat.bench import quality
+from tqchat.engine.cache import DenseCache, SealedCache, make_caches
 from tqchat.engine.events import EngineOptions
 from tqchat.engine.loading import LoadedModel, load_path
 
-DATA = Path(__file__).parents[1] / "data"
-TEXTS = ("alice", "tides", "canals")
+TEXT_FOLDER = Path(quality.__file__).parent / "texts"
+TEXTS = quality.DEFAULT_TEXTS
 N_TOKENS, SCORED_FROM = 1536, 256
 # So few at a time that nearly all of what a token attends to has been through the cache.
 CHUNK = 32
@@ -27,8 +31,7 @@ def kl_and_agreement(loaded: LoadedModel, ids: Sequence[int]) -> tuple[list[floa
     """Per scored token: KL divergence from the 16-bit cache's prediction, and same top-1."""
     model, backend = loaded.model, loaded.backend
     caches = [
-        [kind(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)]
-        for kind in (DenseCache, Int4Cache)
+        make_caches(kind, backend, model.shape.kv_layers) for kind in (DenseCache, SealedCache)
     ]
     divergence: list[float] = []
     agreement: list[bool] = []
@@ -50,7 +53,7 @@ def test_the_int4_cache_predicts_as_the_16_bit_one(
     divergence: list[float] = []
     agreement: list[bool] = []
     for name in TEXTS:
-        ids = loaded.tokenizer.encode((DATA / f"{name}.txt").read_text())[:N_TOKENS]
+        ids = loaded.tokenizer.encode((TEXT_FOLDER / f"{name}.txt").read_text())[:N_TOKENS]
         assert len(ids) == N_TOKENS
         kl, same = kl_and_agreement(loaded, ids)
         divergence += kl

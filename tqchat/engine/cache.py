@@ -461,7 +461,3 @@ class DenseCache:
     @property
     def nbytes_fp16(self) -> int:
         return 4 * self._length * self._width
-
-
-# The name by which tests/engine/test_quality.py knows it.
-Int4Cache = SealedCache
