@@ -373,6 +373,13 @@ async def test_a_wrong_command_stays_in_the_prompt_and_the_hint_is_whole(
         assert screen.prompt.text == "/contnue with some more words"
 
 
+async def test_a_name_without_end_is_cut_in_the_hint(engine: FakeEngine) -> None:
+    async with chat(engine, size=(120, 40)) as screen:
+        await screen.command("/" + "x" * 3000)
+        await screen.shows(f"No command /{'x' * 40}…. /help lists them all.")
+        assert screen.prompt.text == "/" + "x" * 3000
+
+
 async def test_a_hint_ends_with_the_next_command(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await screen.command("/stats")

@@ -47,6 +47,7 @@ IDLE_TICK_S = 0.4
 _FIGURES_S = 0.5
 _HINT_S = 4.0
 _READ_PER_S = 40  # characters
+_LONGEST_HINT_S = 12.0
 # The share of a core that drawing an answer may take: on a CPU the model does without it.
 _DRAWING_SHARE = 0.04
 _LONGEST_UNDRAWN_S = 0.5
@@ -312,7 +313,8 @@ class ChatApp(App[int]):
 
     def hint(self, text: str) -> None:
         """A passing line above the prompt; an empty one ends the last."""
-        self._hint = (text, monotonic() + _HINT_S + len(text) / _READ_PER_S)
+        shown_s = min(_HINT_S + len(text) / _READ_PER_S, _LONGEST_HINT_S)
+        self._hint = (text, monotonic() + shown_s)
         self._draw_bars()
 
     # Keys

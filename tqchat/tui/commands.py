@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
 
 
+_LONGEST_NAME = 40  # of an unknown command, as it is told
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """`bare`: also understood without the slash, when it is all that was typed. `argument`: what
@@ -138,7 +141,8 @@ class Unknown:
     @property
     def message(self) -> str:
         instead = f"Did you mean /{self.nearest.name}?" if self.nearest else "/help lists them all."
-        return f"No command /{self.name}. {instead} (A space before it sends it as text.)"
+        name = self.name if len(self.name) <= _LONGEST_NAME else f"{self.name[:_LONGEST_NAME]}…"
+        return f"No command /{name}. {instead} (A space before it sends it as text.)"
 
 
 def find(text: str) -> Call | Unknown | None:
