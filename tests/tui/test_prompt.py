@@ -13,6 +13,7 @@ from textual import events
 from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
 from tqchat import paths
+from tqchat.tui import editor
 from tqchat.tui.app import ChatApp
 from tqchat.tui.history import History
 from tqchat.tui.places import places
@@ -403,3 +404,15 @@ def test_hidden_files_need_their_dot_and_a_folder_need_not_be_there(tmp_path: Pa
     assert [place.path.name for place in places(f"{tmp_path}/OP")] == ["open", "reopen"]
     assert [place.path.name for place in places(f"{tmp_path}/.")] == [".secret"]
     assert places(f"{tmp_path}/none/") == places("\0") == []
+
+
+@pytest.mark.parametrize(
+    ("visual", "chosen", "expected"),
+    [("", "nano", "nano"), ("code -w", "nano", "code -w"), (" ", "", "vi"), (" ", " ed ", "ed")],
+)
+def test_a_blank_editor_is_none(
+    monkeypatch: pytest.MonkeyPatch, visual: str, chosen: str, expected: str
+) -> None:
+    monkeypatch.setenv("VISUAL", visual)
+    monkeypatch.setenv("EDITOR", chosen)
+    assert editor.command() == expected

@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def command() -> str:
-    return os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    chosen = (os.environ.get(name, "").strip() for name in ("VISUAL", "EDITOR"))
+    return next(filter(None, chosen), "vi")
 
 
 def edit(text: str) -> str:
