@@ -1,12 +1,14 @@
 """Verdicts follow from what was measured, and so does what they say."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from tqchat.bench import claims, study
+from tests.folders import write_tiny
+from tqchat.bench import claims, command, study
 from tqchat.bench.activations import GEMMA_4, LLAMA_70B, Shape, activations
 from tqchat.bench.evidence import SCALES, Evidence, ScaleEffect
 from tqchat.bench.layers import LayerError
@@ -43,6 +45,7 @@ EVIDENCE = Evidence(
     stacks={depth: errors("qjl", depth) for depth in (32, 80)},
     seconds=dict.fromkeys(KINDS, 0.001),
     bits={name: codec.bits_per_element(128) for name, codec in CODECS.items()},
+    model_bits={name: codec.bits_per_element(64) for name, codec in CODECS.items()},
 )
 
 
@@ -96,6 +99,24 @@ def test_quality_at_equal_bits() -> None:
     worse["open-tq-metal"] = EVIDENCE.predictions["open-tq-metal"]
     found = changed(predictions=worse)
     assert found["Of all at about 5 bits"] == ("does not hold here", "holds")
+
+
+def test_bits_are_those_of_the_model_that_was_measured() -> None:
+    """A vector's length in 16 bits weighs twice as much with 64 channels as with 128."""
+    said = next(
+        finding.why
+        for finding in (claim(EVIDENCE) for claim in claims.FINDINGS)
+        if finding.claim.startswith("TurboQuant loses")
+    )
+    assert "at 2.25 bits" in said
+
+
+def test_a_model_that_codecs_do_not_take_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_tiny(tmp_path / "tiny"))  # heads of 32 channels, mlx-lm's groups have 64
+    assert command.main(["study", model]) == 2
+    assert "not every codec takes its head_dim" in capsys.readouterr().err
 
 
 def test_the_report_names_every_claim(capsys: pytest.CaptureFixture[str]) -> None:

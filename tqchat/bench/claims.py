@@ -169,9 +169,9 @@ def _sweet_spot(e: Evidence) -> Finding:
     return Finding(
         "Of all at about 5 bits, int4 per token in groups of 32 has the best quality",
         "holds" if seed.kl < best.kl else "does not hold here",
-        f"{e.model}: KL {seed.kl:.4f} at {e.bits['open-tq-metal']:.1f} bits; {best.kind} "
-        f"{best.kl:.4f} at {e.bits[best.kind]:.2f}; K per channel instead "
-        f"{e.predictions['product'].kl:.4f} at {e.bits['product']:.1f}.",
+        f"{e.model}: KL {seed.kl:.4f} at {e.model_bits['open-tq-metal']:.1f} bits; {best.kind} "
+        f"{best.kl:.4f} at {e.model_bits[best.kind]:.2f}; K per channel instead "
+        f"{e.predictions['product'].kl:.4f} at {e.model_bits['product']:.1f}.",
     )
 
 
@@ -182,8 +182,8 @@ def _turboquant_neutral(e: Evidence) -> Finding:
     return Finding(
         "TurboQuant is as good as fp16 at 3.5 bits",
         "holds" if three < 0.01 else between,
-        f"{e.model}'s perplexity {three:+.1%} at {e.bits['turboquant-3']:.2f} bits, {four:+.1%} at "
-        f"{e.bits['turboquant-4']:.2f}; there is no form of 3.5 bits here.",
+        f"{e.model}'s perplexity {three:+.1%} at {e.model_bits['turboquant-3']:.2f} bits, "
+        f"{four:+.1%} at {e.model_bits['turboquant-4']:.2f}; there is no form of 3.5 bits here.",
     )
 
 
@@ -192,7 +192,7 @@ def _turboquant_low(e: Evidence) -> Finding:
     return Finding(
         "TurboQuant loses little at 2.5 bits",
         "holds" if more < 0.05 else "does not hold here",
-        f"Perplexity of {e.model} {more:+.1%} at {e.bits['turboquant-2']:.2f} bits.",
+        f"Perplexity of {e.model} {more:+.1%} at {e.model_bits['turboquant-2']:.2f} bits.",
     )
 
 

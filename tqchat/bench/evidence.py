@@ -19,11 +19,12 @@ from tqchat.bench.caches import NOTHING
 from tqchat.bench.layers import LayerError, attention, cosine
 from tqchat.bench.predictions import FP16, Prediction, Text
 from tqchat.bench.progress import Progress, steps
-from tqchat.bench.schemes import INT4, Scheme
+from tqchat.bench.schemes import INT4, Scheme, bits_per_element
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import Backend
 from tqchat.kernels.codecs import CODECS, Codec
 from tqchat.models.config import Config
+from tqchat.models.errors import ModelError
 from tqchat.models.registry import build
 from tqchat.models.weights import Weights
 
@@ -76,6 +77,7 @@ class Evidence:
     """`layers`: by scheme, in order; `stacks`: QJL's at random models' layers, by their number.
 
     seconds: of one layer's decode attention on the encoded form, Llama 70B's shape
+    bits, model_bits: per element, with Llama 70B's head_dim and with the model's
     """
 
     model: str
@@ -88,6 +90,7 @@ class Evidence:
     stacks: dict[int, list[LayerError]]
     seconds: dict[str, float]
     bits: dict[str, float]
+    model_bits: dict[str, float]
 
     def mean(self, scheme: str, of: str) -> float:
         return fmean(getattr(row, of) for row in self.layers[scheme])
@@ -101,8 +104,14 @@ class Evidence:
 
 
 def measure(loaded: LoadedModel, text: Text, console: Console) -> Evidence:
-    """`text`: longer than LAYER_TOKENS. Progress goes to `console`."""
+    """`text`: longer than LAYER_TOKENS. Progress goes to `console`. Raises ModelError."""
     model, backend = loaded.model, loaded.backend
+    try:
+        model_bits = {n: bits_per_element(CODECS[n], model.shape.kv_layers) for n in NAMES}
+    except ValueError as error:
+        raise ModelError(
+            f"{loaded.info.name}: not every codec takes its head_dim. Choose another model."
+        ) from error
     with steps(console, "predictions", "layers", "shapes", "depths", "times") as progress:
         kinds = {scheme.name: scheme.cache for scheme in (*SCHEMES, INT4)}
         predicted = predictions.predictions(loaded, kinds, [text], SCORED_FROM, 32, progress[0])
@@ -123,7 +132,8 @@ def measure(loaded: LoadedModel, text: Text, console: Console) -> Evidence:
         scales=scales,
         stacks=stacks,
         seconds=seconds,
-        bits={name: CODECS[name].bits_per_element(LLAMA_70B.head_dim) for name in CODECS},
+        bits={name: CODECS[name].bits_per_element(LLAMA_70B.head_dim) for name in NAMES},
+        model_bits=model_bits,
     )
 
 

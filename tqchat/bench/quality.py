@@ -17,7 +17,7 @@ from tqchat.bench.layers import LayerError
 from tqchat.bench.predictions import FP16, Prediction, Text
 from tqchat.bench.progress import steps
 from tqchat.bench.retrieval import Found, Tasks
-from tqchat.bench.schemes import CODED, INT4, ORDERING, Scheme
+from tqchat.bench.schemes import CODED, INT4, ORDERING, Scheme, bits_per_element
 from tqchat.chat.documents import read_document
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import SINK, TAIL_MAX, TAIL_MIN
@@ -124,10 +124,9 @@ def measure(loaded: LoadedModel, effort: Effort, texts: Sequence[Text], console:
 
 
 def _bits(loaded: LoadedModel, scheme: Scheme) -> float:
-    """Mean over the layers; 0.0 if the codec does not take a layer's head_dim."""
-    layers = enumerate(loaded.model.shape.kv_layers)
+    """0.0 if the codec does not take the model's head_dim."""
     try:
-        return fmean(scheme.codec.at_layer(n).bits_per_element(kv.head_dim) for n, kv in layers)
+        return bits_per_element(scheme.codec, loaded.model.shape.kv_layers)
     except ValueError:
         return 0.0
 

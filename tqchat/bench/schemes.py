@@ -1,6 +1,8 @@
 """The ways to keep a KV cache that are compared: which codec, and what stays in 16 bits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import mlx.core as mx
 
@@ -59,3 +61,8 @@ ORDERING = (
 
 CODED = tuple(Scheme(name, codec) for name, codec in CODECS.items() if name != "product")
 """Every other codec, with the program's tail and sink."""
+
+
+def bits_per_element(codec: Codec, layers: Sequence[KVLayer]) -> float:
+    """Mean over a model's layers. Raises ValueError if the codec does not take their head_dim."""
+    return fmean(codec.at_layer(n).bits_per_element(kv.head_dim) for n, kv in enumerate(layers))
