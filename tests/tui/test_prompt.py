@@ -296,6 +296,13 @@ async def test_what_may_never_end_is_not_read(engine: FakeEngine, tmp_path: Path
         assert screen.prompt.text == ""
 
 
+async def test_the_home_of_nobody_is_no_fault_of_the_screen(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.pilot.press(*"@~nobody-has-this-name/a", "escape")
+        await screen.command("/file ~nobody-has-this-name/a")
+        await screen.shows("~nobody-has-this-name/a cannot be read")
+
+
 async def test_a_file_that_cannot_be_read_is_said(engine: FakeEngine, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)
     async with chat(engine) as screen:
