@@ -290,11 +290,11 @@ def test_export() -> None:
     session = Session.create("a/model", "Be brief.")
     session.add_user("What is 1 < 2?\n")
     session.finish("# True\n\nIndeed, it is.")
-    assert session.to_markdown().startswith("# What is 1 < 2?\n\n*a/model, 20")
+    assert session.transcript.to_markdown().startswith("# What is 1 < 2?\n\n*a/model, 20")
     order = ["## System prompt", "Be brief.", "## You", "1 < 2?", "## Answer", "Indeed, it is."]
-    text = session.to_markdown().split("*\n\n")[1]
+    text = session.transcript.to_markdown().split("*\n\n")[1]
     assert sorted(order, key=text.index) == order
-    value = json.loads(session.to_json())
+    value = json.loads(session.transcript.to_json(session.id))
     assert (value["id"], value["model"], value["system"]) == (session.id, "a/model", "Be brief.")
     assert [m["role"] for m in value["messages"]] == ["user", "assistant"]
     session.close()

@@ -92,6 +92,34 @@ class Transcript:
             self.conversation.add("assistant", "".join(self.partial))
             self.partial.clear()
 
+    @property
+    def shown_title(self) -> str:
+        messages = self.conversation.messages
+        return self.title or (title_of(messages[0].content) if messages else "")
+
+    def to_json(self, session_id: str | None) -> str:
+        """`session_id`: the one that it is saved under."""
+        value = {
+            "version": VERSION,
+            "id": session_id,
+            "title": self.shown_title,
+            "model": self.model,
+            "created": self.created,
+            **self.conversation.to_json(),
+        }
+        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+
+    def to_markdown(self) -> str:
+        """Without what was thought before answers."""
+        day = time.strftime("%Y-%m-%d", time.localtime(self.created))
+        parts = [f"# {self.shown_title}", f"*{self.model or 'tqchat'}, {day}*"]
+        for message in self.conversation.prompt():
+            name = {"user": "You", "assistant": "Answer", "system": "System prompt"}[message.role]
+            is_answer = message.role == "assistant"
+            text = without_thought(message.content) if is_answer else message.content
+            parts += [f"## {name}", text.strip()]
+        return "\n\n".join(parts) + "\n"
+
     @classmethod
     def read(cls, data: bytes) -> Self:
         """From a file's whole lines; one that is damaged is left out. Raises ChatError."""
@@ -174,8 +202,13 @@ class Session:
         return self.folder / "cache"
 
     @property
-    def conversation(self) -> Conversation:
+    def transcript(self) -> Transcript:
         """To be read; what changes it are the calls below."""
+        return self._transcript
+
+    @property
+    def conversation(self) -> Conversation:
+        """That of the transcript."""
         return self._transcript.conversation
 
     @property
@@ -185,8 +218,7 @@ class Session:
 
     @property
     def title(self) -> str:
-        messages = self.conversation.messages
-        return self._transcript.title or (title_of(messages[0].content) if messages else "")
+        return self._transcript.shown_title
 
     @property
     def unanswered(self) -> bool:
@@ -249,28 +281,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def to_json(self) -> str:
-        value = {
-            "version": VERSION,
-            "id": self.id,
-            "title": self.title,
-            "model": self.model,
-            "created": self._transcript.created,
-            **self.conversation.to_json(),
-        }
-        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
-
-    def to_markdown(self) -> str:
-        """Without what was thought before answers."""
-        day = time.strftime("%Y-%m-%d", time.localtime(self._transcript.created))
-        parts = [f"# {self.title}", f"*{self.model or 'tqchat'}, {day}*"]
-        for message in self.conversation.prompt():
-            name = {"user": "You", "assistant": "Answer", "system": "System prompt"}[message.role]
-            is_answer = message.role == "assistant"
-            text = without_thought(message.content) if is_answer else message.content
-            parts += [f"## {name}", text.strip()]
-        return "\n\n".join(parts) + "\n"
 
     def _show_title(self) -> None:
         with _errors():
