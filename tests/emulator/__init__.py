@@ -8,6 +8,6 @@ from .lint import lint
 from .translate import TranslationError
 
 __all__ = [
-    "ClangMissing", "EmulatedCUDAKernel", "EmulatedKernel", "Kernel", "KernelError", "Report", "Traffic",
-    "TranslationError", "find_clang", "lint", "to_mlx", "to_numpy", "why_not",
+    "ClangMissing", "EmulatedCUDAKernel", "EmulatedKernel", "Kernel", "KernelError", "Report",
+    "Traffic", "TranslationError", "find_clang", "lint", "to_mlx", "to_numpy", "why_not",
 ]  # fmt: skip
