@@ -221,6 +221,10 @@ class ChatApp(App[int]):
         self.opening.close()
         self.dialogue.record.close()
 
+    def _fatal_error(self) -> None:
+        """Without Textual's traceback: it shows what variables hold, and so the conversation."""
+        self._close_messages_no_wait()
+
     @property
     def busy(self) -> bool:
         """Whether the model is being loaded or is answering."""
@@ -461,6 +465,7 @@ def run(
 
 
 def run_app(app: ChatApp) -> int:
+    """Returns the exit code; raises what the screen failed with."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         code = app.run()
@@ -469,4 +474,6 @@ def run_app(app: ChatApp) -> int:
         saying.start()
         app.close_engine()
         saying.cancel()
+    if app._exception is not None:
+        raise app._exception
     return 1 if code is None else code
