@@ -6,21 +6,19 @@ accesses out of bounds and divergence as well: see tests/emulator/README.md.
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.emulator import EmulatedCUDAKernel, KernelError, why_not
+from tests.emulator import KernelError, why_not
+from tests.kernels.small_gpu import small_gpu
 from tqchat.kernels import BLOCK, SINK, KVView, Weight, codec
-from tqchat.kernels.cuda import backend as cuda
 from tqchat.kernels.cuda.backend import CUDA
-from tqchat.kernels.cuda.device import Device
 from tqchat.kernels.layout import TAIL_CAPACITY, tile_bytes
 
 ON_GPU = mx.cuda.is_available()
@@ -31,39 +29,10 @@ pytestmark = pytest.mark.cuda
 large = pytest.mark.skipif(not ON_GPU, reason="too large for the emulator")
 emulated = pytest.mark.skipif(ON_GPU, reason="asks the emulator")
 
-MULTIPROCESSORS = 5
-
-
-def forget_kernels() -> None:
-    """The backend remembers kernels and how work is cut; they are of one machine."""
-    for remembered in vars(cuda).values():
-        if hasattr(remembered, "cache_clear"):
-            remembered.cache_clear()
-
-
-@contextmanager
-def emulation(
-    shared_memory: int = 227 << 10, **options: Any
-) -> Iterator[dict[str, EmulatedCUDAKernel]]:
-    """A small GPU in the emulator; the kernels that are made, by name."""
-    made = {}
-
-    def make(name: str, **text: Any) -> EmulatedCUDAKernel:
-        made[name] = EmulatedCUDAKernel(name, **text, **options)
-        return made[name]
-
-    forget_kernels()
-    with (
-        patch.object(mx.fast, "cuda_kernel", make),
-        patch.object(cuda, "device", lambda: Device(MULTIPROCESSORS, shared_memory)),
-    ):
-        yield made
-    forget_kernels()
-
 
 @pytest.fixture(scope="module", autouse=True)
 def machine() -> Iterator[None]:
-    with nullcontext() if ON_GPU else emulation():
+    with nullcontext() if ON_GPU else small_gpu():
         yield
 
 
@@ -415,7 +384,7 @@ def test_many_rows_and_a_bias() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_attention_before_hopper(head_dim: int, shared_memory: int) -> None:
     """Compute capability 8.x copies otherwise, and has less shared memory."""
-    with emulation(shared_memory, architecture=800):
+    with small_gpu(shared_memory, architecture=800):
         backend = CUDA(mx.float16)
         check(hold(backend, 2, head_dim, 4, 37, 70), backend, 14, 3, sinks=True)
 
@@ -424,7 +393,7 @@ def test_attention_before_hopper(head_dim: int, shared_memory: int) -> None:
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_before_hopper(bits: int, shared_memory: int) -> None:
-    with emulation(shared_memory, architecture=800):
+    with small_gpu(shared_memory, architecture=800):
         backend = CUDA(mx.bfloat16)
         weight = random_weight(100, 8960, bits, 64, mx.bfloat16)
         x = mx.array(np.random.default_rng(0).normal(size=(3, 8960))).astype(mx.bfloat16)
@@ -435,7 +404,7 @@ def test_products_before_hopper(bits: int, shared_memory: int) -> None:
 @pytest.mark.parametrize("architecture", [800, 900])
 def test_the_order_of_threads_makes_no_difference(architecture: int) -> None:
     """Each kernel gives the same bytes whichever lanes, warps and blocks run first."""
-    with emulation(architecture=architecture, orders=(0, 1, 7)) as made:
+    with small_gpu(architecture=architecture, orders=(0, 1, 7)) as made:
         backend = CUDA(mx.float16)
         check(hold(backend, 2, 512, 4, 9, 70), backend, 16, 1)
         held = hold(backend, 2, 128, 4, 40, 70)
@@ -451,7 +420,7 @@ def test_the_order_of_threads_makes_no_difference(architecture: int) -> None:
 @pytest.mark.parametrize("architecture", [800, 900])
 def test_every_sealed_byte_is_read_once(architecture: int) -> None:
     """By one block of threads, for all the query heads that share it."""
-    with emulation(architecture=architecture) as made:
+    with small_gpu(architecture=architecture) as made:
         backend = CUDA(mx.float16)
         held = hold(backend, 2, 128, 4, 40, 70)
         check(held, backend, 16, 1)
@@ -487,6 +456,6 @@ def test_a_missing_barrier_is_caught(which: int) -> None:
 
     backend = CUDA(mx.float16)
     held = hold(backend, 1, 512, 4, 60, 70)
-    with emulation(architecture=architecture, edit=edit), pytest.raises(KernelError):
+    with small_gpu(architecture=architecture, edit=edit), pytest.raises(KernelError):
         check(held, backend, 8, 1)
     assert found

@@ -1,0 +1,41 @@
+"""The CUDA backend on a machine without a GPU: its kernels run in the emulator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+
+from tests.emulator import EmulatedCUDAKernel
+from tqchat.kernels.cuda import backend
+from tqchat.kernels.cuda.device import Device
+
+MULTIPROCESSORS = 5
+
+
+@contextmanager
+def small_gpu(
+    shared_memory: int = 227 << 10, **options: Any
+) -> Iterator[dict[str, EmulatedCUDAKernel]]:
+    """The kernels that are made meanwhile, by name; `options` are theirs."""
+    made = {}
+
+    def make(name: str, **text: Any) -> EmulatedCUDAKernel:
+        made[name] = EmulatedCUDAKernel(name, **text, **options)
+        return made[name]
+
+    _forget()
+    with (
+        patch.object(mx.fast, "cuda_kernel", make),
+        patch.object(backend, "device", lambda: Device(MULTIPROCESSORS, shared_memory)),
+    ):
+        yield made
+    _forget()
+
+
+def _forget() -> None:
+    """The backend remembers its kernels and how work is cut; they are of one machine."""
+    for remembered in vars(backend).values():
+        if hasattr(remembered, "cache_clear"):
+            remembered.cache_clear()
