@@ -70,6 +70,9 @@ def test_a_conversation_goes_on(tqchat: Run, tiny: Path, session_id: str) -> Non
         tqchat("--continue", "--disk-budget", "0", "-p", "x", "--json", *GREEDY).stdout
     )
     assert off["cached_tokens"] == 0
+    long = tqchat("--continue", "-p", "x", "--context", "300")
+    assert (long.returncode, long.stdout) == (2, "")
+    assert "leave out --continue" in long.stderr
 
 
 @pytest.fixture(scope="module")

@@ -108,8 +108,12 @@ def answer(
                     if turn is not None:
                         turn.stream(text)
                     tell(channels.feed(text))
-                case Failed(_, reason):
+                case Failed(_, reason, excess):
                     status.clear()
+                    if excess:
+                        reason += " Give a shorter text, or choose a model with a larger context."
+                    if excess and session is not None:
+                        reason += " Or begin a new conversation: leave out --continue or --resume."
                     print(f"tqchat: {reason}", file=sys.stderr)
                     return 2
                 case Finished(text=text):

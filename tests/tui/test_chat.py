@@ -214,13 +214,18 @@ async def test_endings_are_said(engine: FakeEngine, reason: str, said: str) -> N
 
 
 async def test_a_message_too_long_is_refused_with_the_count(engine: FakeEngine) -> None:
-    async with chat(engine) as screen:
+    async with chat(engine, size=(160, 40)) as screen:
         await screen.send("a long one")
-        engine.say_failed("The message does not fit the context. Shorten it.", excess=1234)
-        await screen.shows("1,234 tokens", "Shorten it", "ready")
+        engine.say_failed("That is 1,234 tokens too many.", excess=1234)
+        await screen.shows("1,234 tokens", "Shorten the message", "/model", "ready")
         assert screen.prompt.text == "a long one"
-        await screen.send("short")
+        await screen.exchange("short", "fine")
         assert contents(screen) == [("system", "Be brief."), ("user", "short")]
+        await screen.send("another long one")
+        engine.say_failed("That is 2 tokens too many.", excess=2)
+        await screen.shows("2 tokens too long")
+        await screen.pilot.press("escape")
+        await screen.shows("2 tokens too many. Shorten the message, or begin a new one: /clear.")
 
 
 async def test_a_turn_that_failed_half_way_loses_nothing(engine: FakeEngine) -> None:

@@ -90,7 +90,7 @@ async def finished(chat: Chat, clock: Clock) -> None:
 async def failed(chat: Chat, clock: Clock) -> None:
     await finished(chat, clock)
     await chat.send("a message that is much too long")
-    chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=1234)
+    chat.engine.say_failed("The message does not fit.", excess=1234)
     await chat.shows("1,234 tokens too long")
     await chat.pilot.press("escape")
 
@@ -156,7 +156,7 @@ async def reading_a_token(chat: Chat, clock: Clock) -> None:
 async def making_room(chat: Chat, clock: Clock) -> None:
     await finished(chat, clock)
     await chat.send("a message that is much too long")
-    chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=100)
+    chat.engine.say_failed("The message does not fit.", excess=100)
     await chat.shows("100 tokens too long", "Begin a new conversation")
 
 

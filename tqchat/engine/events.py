@@ -140,7 +140,8 @@ class Finished:
 class Failed:
     """A turn (or, with turn None, loading) could not be done; `message` says what to do next.
 
-    `excess_tokens` is how far a prompt is past the context, 0 for other faults.
+    `excess_tokens` is how far a prompt is past the context, 0 for other faults. What to do then is
+    for the front end to say: it has the ways.
     """
 
     turn: int | None

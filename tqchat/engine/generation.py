@@ -221,7 +221,11 @@ class Session:
         context = self._loaded.info.context
         excess = len(prompt) + 1 - context
         if excess > 0:
-            yield Failed(number, _too_long(len(prompt), context, excess), excess)
+            message = (
+                f"The conversation takes {len(prompt):,} tokens. With one for an answer that is "
+                f"{excess:,} more than the context of {context:,} holds."
+            )
+            yield Failed(number, message, excess)
             return
         if refusal := self._does_not_fit(len(prompt)):
             yield Failed(number, refusal)
@@ -434,10 +438,3 @@ class Session:
             self._saved.trim(length)
         del self._held[length:]
         return length
-
-
-def _too_long(prompt: int, context: int, excess: int) -> str:
-    return (
-        f"The conversation takes {prompt:,} tokens, {excess:,} more than the context of "
-        f"{context:,} holds. Shorten the message, or start a new conversation (/clear)."
-    )

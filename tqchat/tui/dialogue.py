@@ -393,8 +393,6 @@ class Dialogue:
         self.draw_text()
         self.turn = self.reading = None
         message = clean_line(message)
-        if excess and f"{excess:,}" not in message and str(excess) not in message:
-            message = f"Too long by {excess:,} tokens. {message}"
         if turn.answer is not None:
             turn.answer.finish("not finished", "$warning")
             conversation.update_entry(turn.answer)
@@ -405,6 +403,9 @@ class Dialogue:
         else:
             self._take_back(turn)
         self._take_back_waiting()
+        if excess:
+            way = "begin a new one: /clear" if self.record.messages else "use another model: /model"
+            message += f" Shorten the message, or {way}."
         conversation.append(Fault(message))
         conversation.show_end()
         if excess and turn.then is None:
