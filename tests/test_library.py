@@ -93,7 +93,7 @@ def test_pulling_what_is_here_says_so_and_shows_no_progress(
     assert library.pull(str(folder)) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{folder}\n"
-    assert printed.err == "It is on this machine already:\n"
+    assert printed.err.strip() == "It is on this machine already:"
 
 
 def test_getting_what_is_here_and_what_is_no_model(tmp_path: Path) -> None:
