@@ -326,16 +326,16 @@ async def test_a_pdf_says_what_reads_it(
 
 async def test_the_box_says_what_would_be_sent_and_what_is_left(engine: FakeEngine) -> None:
     """With what the chat template puts around it: the system prompt and two messages' marks, and
-    later those of the answer and the message."""
+    later those of the answer and the message. One token is for the answer."""
     async with chat(engine) as screen:
         await screen.pilot.press(*"12345678")
-        await screen.shows(" 15 tokens", "8,177 left")
+        await screen.shows(" 15 tokens", "8,176 left")
         screen.prompt.text = ""
         await screen.exchange("one", "1")
         await screen.pilot.press(*"12345678")
-        await screen.shows(" 12 tokens", "8,116 left")
+        await screen.shows(" 12 tokens", "8,115 left")
         await paste(screen, "z" * 40_000)
-        await screen.shows("10,012 tokens", "1,884 too many")
+        await screen.shows("10,012 tokens", "1,885 too many")
         assert engine.texts.count("z" * 40_000) == 1
 
 
