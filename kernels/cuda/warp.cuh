@@ -74,18 +74,50 @@ DEVICE u32 as_half2(u32 a) {
 }
 
 // Eight nibbles to four pairs of fp16 (code - OFFSET); pair p holds nibbles p and p + 4.
-// 0x6400 is 1024 in fp16, whose lowest mantissa bit is worth 1.
+// 0x6400 is 1024 in fp16, whose lowest mantissa bit is worth 1; in 64's it is worth 1 / 16.
 template <int OFFSET>
 DEVICE void unpack_nibbles(u32 word, u32 (&pairs)[4]) {
   constexpr u32 exponent = 0x64006400u, sixteenth = 0x2c002c00u;
-  constexpr u32 low = OFFSET == 8 ? 0xe408e408u : 0xe400e400u;   // -1024 - OFFSET
-  constexpr u32 high = OFFSET == 8 ? 0xd480d480u : 0xd400d400u;  // -64 - OFFSET
-  static_assert(OFFSET == 0 || OFFSET == 8);
+  constexpr u32 low = 0xe400e400u + OFFSET * 0x00010001u;   // -1024 - OFFSET
+  constexpr u32 high = 0xd400d400u + OFFSET * 0x00100010u;  // -64 - OFFSET
+  static_assert(OFFSET < 64);
   const u32 upper = word >> 8;
   pairs[0] = add2(and_or(word, 0x000f000fu, exponent), low);
   pairs[1] = fma2(and_or(word, 0x00f000f0u, exponent), sixteenth, high);
   pairs[2] = add2(and_or(upper, 0x000f000fu, exponent), low);
   pairs[3] = fma2(and_or(upper, 0x00f000f0u, exponent), sixteenth, high);
+}
+
+// Four words of a tile's codes, which lie side by side. Codes of 3 bits leave the top bit of a nibble
+// free, so three words hold the fourth's nibbles in theirs, a bit in each.
+template <int BITS>
+struct Codes {
+  u32 w[BITS];
+  static_assert(BITS == 3 || BITS == 4);
+
+  DEVICE Words4 wide() const {
+    if constexpr (BITS == 4) {
+      return {{w[0], w[1], w[2], w[3]}};
+    } else {
+      constexpr u32 top = 0x88888888u;
+      const u32 last = (w[0] & top) >> 3 | (w[1] & top) >> 2 | (w[2] & top) >> 1;
+      return {{w[0] & ~top, w[1] & ~top, w[2] & ~top, last}};
+    }
+  }
+};
+// Fours number i of the codes at `from`.
+template <int BITS>
+DEVICE Codes<BITS> load_codes(const u32* from, int i) {
+  Codes<BITS> codes;
+  if constexpr (BITS == 4) {
+    const Words4 v = *reinterpret_cast<const Words4*>(from + 4 * i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) codes.w[k] = v.w[k];
+  } else {
+#pragma unroll
+    for (int k = 0; k < 3; k++) codes.w[k] = from[3 * i + k];
+  }
+  return codes;
 }
 
 // The tensor core's product on operands of type T; see `mma_half`.

@@ -28,11 +28,12 @@ pytestmark = [
 
 experts = pytest.mark.skipif(not ON_GPU, reason="MLX's experts take float32 alone on a CPU")
 MODELS = [
-    "llama",
-    "mistral, windows",
-    "gemma4, shared",
-    pytest.param("qwen3_moe", marks=experts),
-    pytest.param("gpt_oss", marks=experts),
+    ("llama", 4),
+    ("llama", 3),
+    ("mistral, windows", 4),
+    ("gemma4, shared", 4),
+    pytest.param("qwen3_moe", 4, marks=experts),
+    pytest.param("gpt_oss", 4, marks=experts),
 ]
 
 
@@ -45,10 +46,10 @@ def build(name: str, backend: Backend) -> Model:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_logits_through_seals_and_trims(name: str) -> None:
+@pytest.mark.parametrize(("name", "kv_bits"), MODELS)
+def test_the_same_logits_through_seals_and_trims(name: str, kv_bits: int) -> None:
     with nullcontext() if ON_GPU else small_gpu(checked=False):
-        backend = CUDA(mx.float16)
+        backend = CUDA(mx.float16, kv_bits)
         model = build(name, backend)
         # A traced step has no values yet, which an emulated kernel needs.
         with nullcontext() if ON_GPU else patch.object(mx, "compile", lambda run: run):
@@ -56,12 +57,12 @@ def test_the_same_logits_through_seals_and_trims(name: str) -> None:
     assert 50 < n_compiled < 60
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_logits_as_in_plain_mlx(name: str) -> None:
+@pytest.mark.parametrize(("name", "kv_bits"), MODELS)
+def test_the_same_logits_as_in_plain_mlx(name: str, kv_bits: int) -> None:
     prompt = [7 * i % 96 for i in range(220)]
     last = []
     with nullcontext() if ON_GPU else small_gpu(checked=False):
-        for backend in (CUDA(mx.float16), Backend(mx.float16)):
+        for backend in (CUDA(mx.float16, kv_bits), Backend(mx.float16, kv_bits=kv_bits)):
             model = build(name, backend)
             caches = make_caches(SealedCache, backend, model.shape.kv_layers)
             model(prompt[:140], caches)

@@ -25,16 +25,16 @@ def small_gpu(
         made[name] = EmulatedCUDAKernel(name, **text, **options)
         return made[name]
 
-    _forget()
+    forget_kernels()
     with (
         patch.object(mx.fast, "cuda_kernel", make),
         patch.object(backend, "device", lambda: Device(MULTIPROCESSORS, shared_memory)),
     ):
         yield made
-    _forget()
+    forget_kernels()
 
 
-def _forget() -> None:
+def forget_kernels() -> None:
     """The backend remembers its kernels and how work is cut; they are of one machine."""
     for remembered in vars(backend).values():
         if hasattr(remembered, "cache_clear"):

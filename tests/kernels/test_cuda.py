@@ -19,7 +19,7 @@ from tests.emulator import KernelError, why_not
 from tests.kernels.small_gpu import small_gpu
 from tqchat.kernels import BLOCK, SINK, KVView, Weight, codec
 from tqchat.kernels.cuda.backend import CUDA
-from tqchat.kernels.layout import TAIL_CAPACITY, tile_bytes
+from tqchat.kernels.layout import TAIL_CAPACITY, tile_bytes, tile_words
 
 ON_GPU = mx.cuda.is_available()
 if not ON_GPU and why_not():
@@ -72,7 +72,7 @@ def hold(
 ) -> Held:
     """Random tokens; whatever of the buffers holds none is NaN or garbage."""
     rng = np.random.default_rng(seed)
-    dtype = backend.cache_dtype
+    dtype, bits = backend.cache_dtype, backend.kv_bits
 
     def buffer(capacity: int, filled: int) -> tuple[mx.array, Float64]:
         x = np.full((n_kv_heads, capacity, head_dim), np.nan, np.float32)
@@ -90,11 +90,14 @@ def hold(
     k = size * (rng.normal(size=shape) + offsets)
     v = size * rng.normal(size=shape)
     if n_blocks:
-        canonical = codec.seal(mx.array(k.astype(np.float32)), mx.array(v.astype(np.float32)))
+        k32, v32 = (mx.array(x.astype(np.float32)) for x in (k, v))
+        canonical = codec.seal(k32, v32, bits)
+        k64, v64 = map(float64, codec.unseal(canonical, bits))
     else:
-        canonical = mx.zeros((n_kv_heads, 0, 10 * head_dim), mx.uint32)
-    k64, v64 = (np.zeros(shape),) * 2 if not n_blocks else map(float64, codec.unseal(canonical))
-    spare = mx.array(rng.integers(0, 2**32, (n_kv_heads, 3, 10 * head_dim), dtype=np.uint32))
+        canonical = mx.zeros((n_kv_heads, 0, tile_words(head_dim, bits)), mx.uint32)
+        k64, v64 = (np.zeros(shape),) * 2
+    spare_shape = (n_kv_heads, 3, tile_words(head_dim, bits))
+    spare = mx.array(rng.integers(0, 2**32, spare_shape, dtype=np.uint32))
     tiles = mx.concatenate([backend.from_canonical(canonical), spare], axis=1)
     return Held(
         KVView(sink_k, sink_v, tiles, tail_k, tail_v, n_sink, n_blocks, n_tail),
@@ -175,10 +178,10 @@ def test_lengths(counts: tuple[int, int, int], n_kv_heads: int) -> None:
     check(hold(backend, n_kv_heads, 128, *counts), backend, n_kv_heads * 8, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("fp16", 4), ("bf16", 4), ("fp16", 3)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256, 512])
-def test_head_dims(head_dim: int, dtype: str) -> None:
-    backend = CUDA(DTYPES[dtype])
+def test_head_dims(head_dim: int, dtype: str, kv_bits: int) -> None:
+    backend = CUDA(DTYPES[dtype], kv_bits)
     held = hold(backend, 2, head_dim, 4, 37, 70)
     check(held, backend, 8, 1)
     check(held, backend, 8, 5)
@@ -252,11 +255,11 @@ def test_a_late_maximum() -> None:
     check(held, backend, 8, 1, scale=3.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("fp16", 4), ("bf16", 4), ("fp16", 3)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256, 512])
-def test_seal_and_unseal(head_dim: int, dtype: str) -> None:
+def test_seal_and_unseal(head_dim: int, dtype: str, kv_bits: int) -> None:
     """Bit for bit the codec's; also where a channel is constant, huge or not a number."""
-    backend = CUDA(DTYPES[dtype])
+    backend = CUDA(DTYPES[dtype], kv_bits)
     rng = np.random.default_rng(head_dim)
     k, v = rng.normal(size=(2, 3, 4 * BLOCK, head_dim)).astype(np.float32)
     k[0, :, 3] = 7.25
@@ -265,18 +268,20 @@ def test_seal_and_unseal(head_dim: int, dtype: str) -> None:
     k[0, 64:96] *= 1e-8
     k, v = (mx.array(x).astype(backend.dtype) for x in (k, v))
     tiles = backend.seal(k, v)
-    canonical = codec.seal(k, v)
+    canonical = codec.seal(k, v, kv_bits)
     assert mx.array_equal(backend.to_canonical(tiles), canonical)
-    for ours, reference in zip(backend.unseal(tiles), codec.unseal(canonical), strict=True):
+    assert mx.array_equal(backend.from_canonical(canonical), tiles)
+    unsealed = codec.unseal(canonical, kv_bits)
+    for ours, reference in zip(backend.unseal(tiles), unsealed, strict=True):
         # A group's maximum may come back a step above fp16's range.
         reference = mx.clip(reference, -65504, 65504) if dtype == "fp16" else reference
         assert mx.array_equal(ours, reference.astype(backend.dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_attention(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("fp16", 4), ("bf16", 4), ("fp16", 3)])
+def test_prefill_attention(dtype: str, kv_bits: int) -> None:
     """A chunk over everything held: sink, tiles, tail, then itself."""
-    backend = CUDA(DTYPES[dtype])
+    backend = CUDA(DTYPES[dtype], kv_bits)
     held = hold(backend, 2, 64, 4, 5, 77)
     rng = np.random.default_rng(1)
     q, k, v = (
@@ -405,7 +410,7 @@ def test_products_before_hopper(bits: int, shared_memory: int) -> None:
 def test_the_order_of_threads_makes_no_difference(architecture: int) -> None:
     """Each kernel gives the same bytes whichever lanes, warps and blocks run first."""
     with small_gpu(architecture=architecture, orders=(0, 1, 7)) as made:
-        backend = CUDA(mx.float16)
+        backend = CUDA(mx.float16, 4 if architecture == 900 else 3)
         check(hold(backend, 2, 512, 4, 9, 70), backend, 16, 1)
         held = hold(backend, 2, 128, 4, 40, 70)
         check(held, backend, 16, 1)
@@ -417,16 +422,19 @@ def test_the_order_of_threads_makes_no_difference(architecture: int) -> None:
 
 
 @emulated
+@pytest.mark.parametrize("kv_bits", [3, 4])
 @pytest.mark.parametrize("architecture", [800, 900])
-def test_every_sealed_byte_is_read_once(architecture: int) -> None:
+def test_every_sealed_byte_is_read_once(architecture: int, kv_bits: int) -> None:
     """By one block of threads, for all the query heads that share it."""
     with small_gpu(architecture=architecture) as made:
-        backend = CUDA(mx.float16)
+        backend = CUDA(mx.float16, kv_bits)
         held = hold(backend, 2, 128, 4, 40, 70)
         check(held, backend, 16, 1)
     (attend,) = (kernel for name, kernel in made.items() if "attend" in name)
     traffic = attend.report.traffic["tiles"]
-    assert traffic.read == traffic.distinct_read == held.view.n_blocks * 2 * tile_bytes(128)
+    assert (
+        traffic.read == traffic.distinct_read == held.view.n_blocks * 2 * tile_bytes(128, kv_bits)
+    )
     assert traffic.shared_read == 0
 
 
