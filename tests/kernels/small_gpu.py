@@ -11,12 +11,10 @@ from tests.emulator import EmulatedCUDAKernel
 from tqchat.kernels.cuda import backend
 from tqchat.kernels.cuda.device import Device
 
-MULTIPROCESSORS = 5
-
 
 @contextmanager
 def small_gpu(
-    shared_memory: int = 227 << 10, **options: Any
+    multiprocessors: int = 5, shared_memory: int = 227 << 10, **options: Any
 ) -> Iterator[dict[str, EmulatedCUDAKernel]]:
     """The kernels that are made meanwhile, by name; `options` are theirs."""
     made = {}
@@ -28,7 +26,7 @@ def small_gpu(
     forget_kernels()
     with (
         patch.object(mx.fast, "cuda_kernel", make),
-        patch.object(backend, "device", lambda: Device(MULTIPROCESSORS, shared_memory)),
+        patch.object(backend, "device", lambda: Device(multiprocessors, shared_memory)),
     ):
         yield made
     forget_kernels()

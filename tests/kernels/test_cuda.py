@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.emulator import KernelError, why_not
@@ -389,7 +391,7 @@ def test_many_rows_and_a_bias() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_attention_before_hopper(head_dim: int, shared_memory: int) -> None:
     """Compute capability 8.x copies otherwise, and has less shared memory."""
-    with small_gpu(shared_memory, architecture=800):
+    with small_gpu(shared_memory=shared_memory, architecture=800):
         backend = CUDA(mx.float16)
         check(hold(backend, 2, head_dim, 4, 37, 70), backend, 14, 3, sinks=True)
 
@@ -398,7 +400,7 @@ def test_attention_before_hopper(head_dim: int, shared_memory: int) -> None:
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_before_hopper(bits: int, shared_memory: int) -> None:
-    with small_gpu(shared_memory, architecture=800):
+    with small_gpu(shared_memory=shared_memory, architecture=800):
         backend = CUDA(mx.bfloat16)
         weight = random_weight(100, 8960, bits, 64, mx.bfloat16)
         x = mx.array(np.random.default_rng(0).normal(size=(3, 8960))).astype(mx.bfloat16)
@@ -419,6 +421,44 @@ def test_the_order_of_threads_makes_no_difference(architecture: int) -> None:
         backend.logits(mx.ones((2, 4096), mx.float16), weight)
     kinds = {name.split("_")[1] for name in made}
     assert kinds == {"attend", "merge", "gather", "seal", "matvec"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([64, 128]),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.tuples(st.sampled_from([0, 4]), st.integers(0, 12), st.integers(1, 127)),
+    st.one_of(st.none(), st.integers(1, 600)),
+    st.booleans(),
+    st.sampled_from([3, 4]),
+)
+def test_any_shape(
+    head_dim: int,
+    n_kv_heads: int,
+    shared: int,
+    tokens: int,
+    counts: tuple[int, int, int],
+    window: int | None,
+    sinks: bool,
+    kv_bits: int,
+) -> None:
+    n_sink, n_blocks, n_tail = counts
+    tokens = min(tokens, n_sink + 32 * n_blocks + n_tail)
+    backend = CUDA(mx.float16, kv_bits)
+    held = hold(backend, n_kv_heads, head_dim, *counts)
+    check(held, backend, n_kv_heads * shared, tokens, sinks=sinks, window=window)
+
+
+@emulated
+@pytest.mark.parametrize("multiprocessors", [32, 33, 65, 148])
+def test_many_splits(multiprocessors: int) -> None:
+    """More than a warp has lanes, and more than there are tokens."""
+    with small_gpu(multiprocessors):
+        backend = CUDA(mx.float16)
+        check(hold(backend, 1, 64, 4, 150, 70), backend, 8, 1, sinks=True)
+        check(hold(backend, 1, 64, 4, 0, 3), backend, 8, 1)
 
 
 @emulated
