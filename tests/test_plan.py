@@ -113,10 +113,13 @@ def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:
     cache = make(backend, shape.n_kv_heads, shape.head_dim)
     x = backend.load_table(mx.array(np.ones((2, tokens, 32), np.float32)))
     q = backend.load_table(mx.array(np.ones((4, tokens, 32), np.float32)))
+    cache.reserve(tokens)
     cache.attend(q, x, x, 1.0)
     need = plan.kv_bytes(shape, tokens, kv)
     assert shape.n_layers * cache.nbytes <= need
     assert need <= shape.n_layers * (cache.nbytes + 127 * 4 * 2 * 32)
+    # With the buffers' room for more.
+    assert shape.n_layers * cache.nbytes_allocated == plan.allocated_bytes(shape, tokens, kv)
 
 
 @given(st.integers(1, 200_000), st.integers(30, 80))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tqchat.bench import charts
 from tqchat.engine import plan
-from tqchat.engine.cache import GROWTH_SHARE, DenseCache, KVCache, SealedCache, make_caches
+from tqchat.engine.cache import DenseCache, KVCache, SealedCache, make_caches
 from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.memory import measure as measure_memory
@@ -69,8 +69,7 @@ def measure(loaded: LoadedModel, contexts: Sequence[int]) -> Report:
 
 
 def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
-    kv_bytes = plan.kv_bytes(loaded.model.shape, context, kv)
-    planned = kv_bytes + kv_bytes // GROWTH_SHARE
+    planned = plan.allocated_bytes(loaded.model.shape, context, kv)
     free = measure_memory(0, 0).free
     if planned > free:
         raise ModelError(
@@ -84,6 +83,8 @@ def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
     try:
         before = _in_use()
         caches = make_caches(KINDS[kv], backend, layers)
+        for cache in caches:
+            cache.reserve(context)
         for start in range(0, context, CHUNK):
             _append(backend, layers, caches, min(CHUNK, context - start))
         in_use = _in_use() - before
