@@ -91,6 +91,7 @@ class ChatApp(App[int]):
         ("Ctrl-Q", "leave"),
         ("Up, Down", "earlier messages; Ctrl-R searches them"),
         ("F3, F4", "view or edit the text of the token at the cursor"),
+        ("Ctrl-Z, Ctrl-Y", "undo and redo what was typed"),
         ("Ctrl-G", "write in $EDITOR"),
         ("PgUp, PgDn", "scroll; Ctrl-End goes to the newest"),
         ("Ctrl-P", "all commands, searchable"),
