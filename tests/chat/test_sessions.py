@@ -56,6 +56,24 @@ def test_a_conversation_comes_back_as_it_was() -> None:
     session.close()
 
 
+@pytest.mark.parametrize(
+    ("saved", "taken_up"),
+    [
+        ("Hm, hm.\n</think>\n\nYes.", "<think>\nHm, hm.\n</think>\n\nYes."),
+        ("</think>\n\nYes.", "<think>\n</think>\n\nYes."),
+        ("The tag </think> ends it.", "The tag </think> ends it."),
+        ("```\n<think>\n</think>\n```", "```\n<think>\n</think>\n```"),
+    ],
+)
+def test_a_thought_that_was_saved_without_its_opening_tag_is_one(saved: str, taken_up: str) -> None:
+    session = Session.create()
+    session.add_user(saved)
+    session.finish(saved)
+    session = reopened(session)
+    assert contents(session) == [("user", saved), ("assistant", taken_up)]
+    session.close()
+
+
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

@@ -150,7 +150,7 @@ async def test_what_must_be_read_again_counts(engine: FakeEngine) -> None:
     session = saved(("q" * 400, "a" * 800))
     async with chat(engine, session=session) as screen:
         await screen.pilot.press(*"12345678")
-        await screen.shows("12 tokens", "≈ ", f"{8192 - 300 - 12:,} left")
+        await screen.shows("12 tokens", "≈ ", f"{8191 - 300 - 12:,} left")
 
 
 async def test_an_unanswered_question_goes_with_the_next_one(engine: FakeEngine) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Self
 from tqchat import paths
 from tqchat.chat.conversation import Conversation, Message
 from tqchat.chat.errors import ChatError
-from tqchat.chat.marks import without_thought
+from tqchat.chat.marks import with_opening, without_thought
 
 VERSION = 1
 PARTIAL_INTERVAL_S = 2.0
@@ -138,6 +138,10 @@ class Transcript:
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError, AttributeError, ChatError):
                 transcript.apply(json.loads(line))
+        messages = transcript.conversation.messages
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                messages[place] = Message("assistant", with_opening(message.content))
         return transcript
 
 
