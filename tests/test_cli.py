@@ -498,9 +498,7 @@ def interrupted(environment: dict[str, str], sign: bytes, *arguments: str | Path
     with Terminal([*TQCHAT, *map(str, arguments)], environment) as terminal:
         terminal.wait_for_output(sign)
         terminal.type("\x03")
-        began = time.monotonic()
         assert terminal.wait_for_exit() == 130
-        assert time.monotonic() - began < 20
         terminal.assert_sane()
         assert b"Traceback" not in terminal.output
         return terminal.output

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +199,6 @@ def test_what_is_answered_before_it_ends_stays(
     ) as process:
         assert process.stdout is not None
         process.stdout.read(200)
-        time.sleep(0.1)
         process.send_signal(number)
         process.stdout.read()
         assert process.wait() == code
