@@ -189,6 +189,9 @@ def _report(finished: Finished, text: str, thought: str, as_json: bool, stats: b
         if thought and not text:
             why = "The model thought and did not answer; --json shows what it thought."
             print(f"tqchat: {why}", file=sys.stderr)
+        if finished.reason == "repetition":
+            why = "Stopped, it only repeated itself. --repetition-penalty 1.1 may help."
+            print(f"tqchat: {why}", file=sys.stderr)
     if stats:
         print(
             f"{usage['prompt_tokens']} prompt tokens ({usage['cached_tokens']} cached), "

@@ -200,6 +200,7 @@ async def test_the_rate_of_reading_follows_how_it_changes(engine: FakeEngine, cl
     [
         ("stopped", "stopped: /continue goes on"),
         ("length", "max_tokens"),
+        ("repetition", "repeated itself: /continue goes on"),
         ("context", "/clear starts afresh"),
     ],
 )

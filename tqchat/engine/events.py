@@ -9,7 +9,7 @@ KVKind: TypeAlias = Literal["int4", "int3", "fp16"]
 CODE_BITS: dict[KVKind, int] = {"int4": 4, "int3": 3}
 """Of a quantised cache."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped"]
+FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped", "repetition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`reason`: the model ended, max_tokens, the context is full, or stop() was called."""
+    """`reason`: the model ended, max_tokens, the context is full, stop() was called, or the answer
+    only repeated itself."""
 
     turn: int
     reason: FinishReason

@@ -27,6 +27,7 @@ from tqchat.engine.events import (
 )
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.pace import Pace
+from tqchat.engine.repetition import EVERY, goes_in_circles
 from tqchat.engine.sampler import Rules, sample, token_id
 from tqchat.engine.saved import Identity, SavedCache
 from tqchat.engine.step import CompiledStep
@@ -324,10 +325,12 @@ class Session:
             return
         detokenizer = tokenizer.stream()
         reason: FinishReason = "stop"
+        written: list[int] = []
         for token in self._decode(logits, rules):
             if token in tokenizer.stop_ids:
                 break
             clock.token()
+            written.append(token)
             piece = opened + detokenizer.add(token)
             opened = ""
             text.append(piece)
@@ -342,6 +345,9 @@ class Session:
                 break
             if len(self._held) + 1 >= context:
                 reason = "context"
+                break
+            if len(written) % EVERY == 0 and goes_in_circles(written):
+                reason = "repetition"
                 break
         rest = detokenizer.finish()
         if rest:

@@ -46,6 +46,7 @@ _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
     "stopped": "stopped: /continue goes on",
     "length": "cut at max_tokens: /continue goes on",
+    "repetition": "stopped, it only repeated itself: /continue goes on",
     "context": "the context is full: /clear starts afresh, --context N makes more room",
 }
 
