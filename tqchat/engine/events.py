@@ -99,12 +99,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """`done` of `total` prompt tokens are in the cache, `cached` of them from earlier turns."""
+    """`done` of `total` prompt tokens are in the cache, `cached` of them from earlier turns.
+
+    `seconds_left` is an estimate of what the rest takes, None while there is none.
+    """
 
     turn: int
     done: int
     total: int
     cached: int
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

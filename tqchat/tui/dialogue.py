@@ -179,11 +179,11 @@ class Dialogue:
                 if self._is_running(turn):
                     self._announce(event)
                 return False
-            case Prefilling(turn, done, total, cached):
+            case Prefilling(turn, done, total, cached, seconds_left):
                 if self._is_running(turn):
                     if self.reading is None:
-                        self.reading = Progress("Reading", skipped=cached)
-                    self.reading.advance(done, total)
+                        self.reading = Progress("Reading")
+                    self.reading.advance(done - cached, total - cached, seconds_left)
                 return False
             case Token(turn, text):
                 return self._is_running(turn) and self._token(text)
@@ -365,7 +365,8 @@ class Dialogue:
         else:
             self.record.finish(text)
             if (cache := self.figures.cache) is not None:
-                self.held = cache.tokens
+                # Of an answer that was cut the last token is not in the cache yet.
+                self.held = cache.tokens + (reason != "stop" and turn.tokens > 0)
                 self.room.warn_if_nearly_full(cache.tokens, cache.context)
             answer = turn.answer or Answer()
             answer.finish(self._footer(reason), "$text-muted" if reason == "stop" else "$warning")
