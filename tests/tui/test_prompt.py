@@ -336,6 +336,17 @@ async def test_the_box_says_what_would_be_sent_and_what_is_left(engine: FakeEngi
         assert engine.texts.count("z" * 40_000) == 1
 
 
+async def test_the_last_token_of_a_cut_answer_is_still_to_be_read(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await screen.send("one")
+        engine.say("1")
+        engine.say_stats(64)
+        engine.say_finished("1", "length")
+        await screen.until(lambda: not screen.app.busy)
+        await screen.pilot.press(*"12345678")
+        await screen.shows(" 12 tokens", "8,114 left")
+
+
 async def test_counts_are_marked_as_guesses_until_they_come(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         engine.count = lambda text: 1  # type: ignore[method-assign]
