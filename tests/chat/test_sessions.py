@@ -205,6 +205,25 @@ def test_a_full_disk_leaves_what_was_written(monkeypatch: pytest.MonkeyPatch) ->
     session.close()
 
 
+def test_a_conversation_that_cannot_be_begun_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session.create()
+    session.close()
+    folders, descriptors = session.folder.parent, Path("/dev/fd")
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    n_open = len(list(descriptors.iterdir()))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(ChatError, match="No space"):
+            Session.create("a/model", "Be brief.")
+    assert list(folders.iterdir()) == [session.folder]
+    assert len(list(descriptors.iterdir())) == n_open
+
+
 def test_one_process_at_a_time() -> None:
     session = Session.create()
     session.add_user("Hello")
@@ -315,6 +334,22 @@ def test_export() -> None:
     value = json.loads(session.transcript.to_json(session.id))
     assert (value["id"], value["model"], value["system"]) == (session.id, "a/model", "Be brief.")
     assert [m["role"] for m in value["messages"]] == ["user", "assistant"]
+    session.close()
+
+
+@pytest.mark.parametrize("created", ["NaN", "Infinity", "-1e300", "1e300", "253402300800.0"])
+def test_times_that_cannot_be_and_titles_that_nothing_can_show(created: str) -> None:
+    session = Session.create()
+    session.close()
+    log = session.folder / "conversation.jsonl"
+    log.write_text(
+        f'{{"type": "session", "version": 1, "created": {created}}}\n'
+        '{"type": "title", "text": "Tides\\ud800\\u001b"}\n'
+    )
+    session = Session.open(session.id)
+    assert session.transcript.to_markdown().startswith("# Tides\n\n*tqchat, 1")
+    session.add_user("Hello")
+    assert session.title == "Tides"
     session.close()
 
 

@@ -28,6 +28,8 @@ PARTIAL_INTERVAL_S = 2.0
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 _TITLE_LENGTH = 60
+# The end of the year 9999: past it there are no dates.
+_LAST_TIME = 253_402_300_799
 _EXCERPT_MARGIN = 40
 # How long to wait for a lock: who only looks holds it for a moment.
 _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.05
@@ -67,14 +69,14 @@ class Transcript:
         if event.get("type") not in ("partial", "answer"):
             self.end_partial()
         match event:
-            case {"type": "session", "created": float(created)}:
+            case {"type": "session", "created": float(created)} if 0 <= created < _LAST_TIME:
                 self.created = created
             case {"type": "system", "text": str(text)}:
                 self.conversation.system = text
             case {"type": "model", "name": str(name)}:
                 self.model = name
             case {"type": "title", "text": str(text)}:
-                self.title = text
+                self.title = title_of(text)
             case {"type": "user", "text": str(text)}:
                 self.conversation.add("user", text)
             case {"type": "partial", "text": str(text)}:
@@ -179,7 +181,12 @@ class Session:
                 start.append({"type": "model", "name": model})
             if system:
                 start.append({"type": "system", "text": system})
-            session._write(*start)
+            try:
+                session._write(*start)
+            except BaseException:
+                session.close()
+                shutil.rmtree(session.folder, ignore_errors=True)
+                raise
         return session
 
     @classmethod
