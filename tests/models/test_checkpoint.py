@@ -156,6 +156,16 @@ def test_an_index_that_is_not_read(tmp_path: Path, index: str, message: str) -> 
     refused(tmp_path, message)
 
 
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    try:
+        odd.mkdir()
+    except OSError:
+        pytest.skip("The file system takes UTF-8 alone.")
+    with pytest.raises(ModelError, match=r"caf\? is not UTF-8: rename"):
+        read_checkpoint(folder(odd))
+
+
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     sharded(tmp_path)
     safetensors.numpy.save_file({"a": A, "b": B}, tmp_path / "model-00002-of-00002.safetensors")

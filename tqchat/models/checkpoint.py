@@ -100,6 +100,9 @@ def describe(path: Path) -> Description:
 
 
 def _read_folder(folder: Path) -> Checkpoint:
+    # MLX takes no other path.
+    if os.fsencode(folder).decode(errors="ignore") != str(folder):
+        raise ModelError(f"The name of {folder} is not UTF-8: rename the folder.")
     config = read_config(folder)
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
