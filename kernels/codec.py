@@ -136,30 +136,45 @@ def split_tile(tiles: Any, bits: int) -> list[Any]:
 
 def seal(k: mx.array, v: mx.array, bits: int = 4) -> mx.array:
     """Tiles (n_kv_heads, n, tile_words) of K and V, both (n_kv_heads, n * BLOCK, head_dim)."""
-    heads, tokens, dim = k.shape
+    heads, tokens, dim = v.shape
     n = tokens // BLOCK
-    k = k.reshape(heads, n, BLOCK, dim)
     v = v.reshape(heads, n, BLOCK, dim // GROUP, GROUP)
-    k_codes, k_scale, k_mid = quantize(k, axis=2, bits=bits)
-    v_codes, v_scale, v_mid = quantize(v, axis=4, bits=bits)
-    parts = (
-        pack_codes(k_codes, bits),
-        pack_parameters(k_scale, k_mid),
-        pack_codes(v_codes.reshape(heads, n, BLOCK, dim), bits),
-        pack_parameters(v_scale, v_mid),
-    )
-    return mx.concatenate([part.reshape(heads, n, -1) for part in parts], axis=-1)
+    codes, scale, mid = quantize(v, axis=4, bits=bits)
+    parts = [
+        seal_channels(k, bits),
+        pack_codes(codes.reshape(heads, n, BLOCK, dim), bits).reshape(heads, n, -1),
+        pack_parameters(scale, mid).reshape(heads, n, -1),
+    ]
+    return mx.concatenate(parts, axis=-1)
 
 
 def unseal(tiles: mx.array, bits: int = 4) -> tuple[mx.array, mx.array]:
     """The reverse of `seal`, but for what rounding lost: K and V in float32."""
     heads, n, words = tiles.shape
     dim = words // (2 * (bits + 1))
-    k_words, k_params, v_words, v_params = split_tile(tiles, bits)
-    k_scale, k_mid = unpack_parameters(k_params.reshape(heads, n, 1, dim))
-    k_codes = unpack_codes(k_words, bits).reshape(heads, n, BLOCK, dim)
-    k = dequantize(k_codes, k_scale, k_mid)
-    v_scale, v_mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
-    v_codes = unpack_codes(v_words, bits).reshape(heads, n, BLOCK, dim // GROUP, GROUP)
-    v = dequantize(v_codes, v_scale, v_mid)
-    return k.reshape(heads, n * BLOCK, dim), v.reshape(heads, n * BLOCK, dim)
+    *_, v_words, v_params = split_tile(tiles, bits)
+    scale, mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
+    codes = unpack_codes(v_words, bits).reshape(heads, n, BLOCK, dim // GROUP, GROUP)
+    v = dequantize(codes, scale, mid)
+    return unseal_channels(tiles[..., : words // 2], bits), v.reshape(heads, n * BLOCK, dim)
+
+
+def seal_channels(x: mx.array, bits: int = 4) -> mx.array:
+    """K's half of tiles, or whole ones that hold V alone: (n_kv_heads, n, (bits + 1) * head_dim).
+
+    x: (n_kv_heads, n * BLOCK, head_dim)
+    """
+    heads, tokens, dim = x.shape
+    n = tokens // BLOCK
+    codes, scale, mid = quantize(x.reshape(heads, n, BLOCK, dim), axis=2, bits=bits)
+    parts = (pack_codes(codes, bits), pack_parameters(scale, mid))
+    return mx.concatenate([part.reshape(heads, n, -1) for part in parts], axis=-1)
+
+
+def unseal_channels(tiles: mx.array, bits: int = 4) -> mx.array:
+    """The reverse of `seal_channels`, but for what rounding lost, in float32."""
+    heads, n, words = tiles.shape
+    dim = words // (bits + 1)
+    scale, mid = unpack_parameters(tiles[..., bits * dim :].reshape(heads, n, 1, dim))
+    codes = unpack_codes(tiles[..., : bits * dim], bits).reshape(heads, n, BLOCK, dim)
+    return dequantize(codes, scale, mid).reshape(heads, n * BLOCK, dim)

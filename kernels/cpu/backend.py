@@ -28,6 +28,7 @@ class CPU(Backend):
     """
 
     prefill_chunk = 256
+    derives_keys = False
 
     def __init__(self, threads: int | None = None, kv_bits: int = 4) -> None:
         super().__init__(mx.float32, kv_bits=kv_bits)
@@ -159,7 +160,7 @@ class CPU(Backend):
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         return _native.unseal(tiles, self.kv_bits)
 
-    def to_canonical(self, tiles: Array) -> mx.array:
+    def to_canonical(self, tiles: Array, k_is_v: bool = False) -> mx.array:
         k, k_parameters, v, v_parameters = codec.split_tile(tiles, self.kv_bits)
         if self.kv_bits == 3:
             k, v = (np.concatenate(codec.widen(np.split(x, 3, axis=-1)), axis=-1) for x in (k, v))
@@ -176,7 +177,7 @@ class CPU(Backend):
         canonical = mx.array(_joined(parts))
         return codec.narrow_tiles(canonical) if self.kv_bits == 3 else canonical
 
-    def from_canonical(self, tiles: mx.array) -> Array:
+    def from_canonical(self, tiles: mx.array, k_is_v: bool = False) -> Array:
         words = _numpy(codec.widen_tiles(tiles) if self.kv_bits == 3 else tiles)
         k, k_parameters, v, v_parameters = codec.split_tile(words, 4)
         heads, n, dim = k_parameters.shape

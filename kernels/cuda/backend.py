@@ -41,6 +41,7 @@ class CUDA(Backend):
     prefill_chunk = 2048
     asynchronous = True
     compiles_steps = True
+    derives_keys = False
 
     def __init__(self, dtype: mx.Dtype = mx.float16) -> None:
         super().__init__(dtype)
@@ -120,7 +121,7 @@ class CUDA(Backend):
         )
         return gathered_k, gathered_v
 
-    def to_canonical(self, tiles: Array) -> mx.array:
+    def to_canonical(self, tiles: Array, k_is_v: bool = False) -> mx.array:
         heads, n, words = tiles.shape
         dim, groups = words // 10, words // 320
         if n == 0:
@@ -152,7 +153,7 @@ class CUDA(Backend):
         ]
         return mx.concatenate(parts, axis=-1)
 
-    def from_canonical(self, tiles: mx.array) -> Array:
+    def from_canonical(self, tiles: mx.array, k_is_v: bool = False) -> Array:
         heads, n, words = tiles.shape
         dim, groups = words // 10, words // 320
         if n == 0:

@@ -24,6 +24,7 @@ from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KVView, codec
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
 from tqchat.kernels.metal import backend as metal
 from tqchat.kernels.metal.backend import Metal
+from tqchat.models.kv import KVLayer
 
 Array = NDArray[Any]
 
@@ -556,7 +557,7 @@ def test_nothing_to_seal() -> None:
 
 def test_in_a_cache() -> None:
     """Prefill in chunks, decode across sealing, trim into a block: as the oracle's cache does."""
-    caches = [SealedCache(kernels, 2, 64) for kernels in (backend(), Backend(mx.float16))]
+    caches = [SealedCache(kernels, KVLayer(2, 64)) for kernels in (backend(), Backend(mx.float16))]
     mx.random.seed(0)
 
     def step(tokens: int) -> None:

@@ -167,7 +167,8 @@ def _read_layers(
             )
         )
     kv_layers = [
-        KVLayer(x.n_kv_heads, x.head_dim, window if x.sliding else None) for x in layers[:n_own]
+        KVLayer(x.n_kv_heads, x.head_dim, window if x.sliding else None, x.k_is_v)
+        for x in layers[:n_own]
     ]
     return tuple(layers), tuple(kv_layers)
 
@@ -188,6 +189,7 @@ class Attention:
                 parts[f"{prefix}.v_proj"] = self._kv_size
             self.k_norm = model.make_norm(weights, f"{prefix}.k_norm", layer.head_dim)
             self.v_norm = model.plain_norm(layer.head_dim)
+            self._keys = self._rope.keys(self.k_norm.weight) if layer.k_is_v else None
         else:
             for name in ("k_proj", "v_proj", "k_norm"):
                 weights.discard(f"{prefix}.{name}")
@@ -211,7 +213,7 @@ class Attention:
             if not layer.k_is_v:
                 v = backend.split_heads(qkv[:, self._q_size + self._kv_size :], layer.n_kv_heads)
             k = self._rope(self.k_norm(k), offset)
-            out, shared = cache.share(q, k, self.v_norm(v), 1.0)
+            out, shared = cache.share(q, k, self.v_norm(v), 1.0, self._keys)
         return self.o_proj(backend.merge_heads(out)), shared
 
 
