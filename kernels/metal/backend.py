@@ -56,27 +56,16 @@ ATTEND = """
       q, sink_k, sink_v, tiles, tail_k, tail_v, held, look, n_rows, n_tokens, tiles_shape[1],
       sink_k_shape[1], tail_k_shape[1], at, query, scratch, row_statistics, results);
 """
-ATTEND_VALUES = """
-  threadgroup vec<T, 2> query[ROWS * (D / 8) * 32];
-  threadgroup uint4 parameters[D / 4];
-  threadgroup float2 shares[PARTS * ROWS * 32 * 4];
-  const Lengths held = make_lengths(lengths);
-  const Options look = make_options(options);
-  const uint3 group = threadgroup_position_in_grid;
-  const uint simdgroup = simdgroup_index_in_threadgroup;
-  const Place at = {
-      group.y, group.x, simdgroup, group.z, simdgroup, thread_index_in_simdgroup};
-  const int n_tokens = q_shape[1], n_rows = q_shape[0] / sink_shape[0] * n_tokens;
-  RESULTS
-  attend_values<D, PARTS, ROWS, TURNED>(
-      q, sink, tiles, tail, weight, turns, held, look, n_rows, n_tokens, tiles_shape[1],
-      sink_shape[1], tail_shape[1], at, query, parameters, shares, results);
-"""
-# Where the results go: to pass 2, or they are all.
-SPLIT = """const int first = (at.head * look.n_splits + at.split) * n_rows;
-  Partial<D> results = {partial + ulong(first) * D, (device float2*)statistics + first};"""
-WHOLE = """auto results = make_whole<D, HAS_LOGITS>(
-      out + at.head * n_rows * D, logits, int(at.head) * (n_rows / n_tokens), n_tokens);"""
+ATTEND_SPLIT = ATTEND.replace(
+    "RESULTS",
+    """const int first = (at.head * look.n_splits + at.split) * n_rows;
+  Partial<D> results = {partial + ulong(first) * D, (device float2*)statistics + first};""",
+)
+ATTEND_WHOLE = ATTEND.replace(
+    "RESULTS",
+    """auto results = make_whole<D, HAS_LOGITS>(
+      out + at.head * n_rows * D, logits, int(at.head) * (n_rows / n_tokens), n_tokens);""",
+)
 MERGE = """
   const int n_tokens = HAS_LOGITS ? statistics_shape[0] * statistics_shape[2] / logits_shape[0] : 1;
   merge<D, HAS_LOGITS>(
@@ -113,46 +102,6 @@ GATHER = """
     k[to] = T(new_k[from]);
     v[to] = T(new_v[from]);
   }
-"""
-
-
-SEAL_VALUES = """
-  threadgroup uchar codes[BLOCK * D];
-  const uint channel = thread_position_in_grid.x;
-  const uint block = thread_position_in_grid.z * (v_shape[1] / BLOCK) + thread_position_in_grid.y;
-  seal_values<D>(v + block * BLOCK * D, tiles + block * value_tile_words(D), codes, channel);
-"""
-GATHER_VALUES = """
-  const Lengths held = make_lengths(lengths);
-  const uint channel = thread_position_in_grid.x, head = thread_position_in_grid.z;
-  const int position = thread_position_in_grid.y, token = position - held.n_sink;
-  const int sealed = BLOCK * held.n_blocks, fresh = token - sealed - held.n_tail;
-  const ulong to = (ulong(head) * threads_per_grid.y + position) * D + channel;
-  if (fresh >= 0) {
-    const ulong from = (ulong(head) * new_k_shape[1] + fresh) * D + channel;
-    for (uint half = 0; half < D; half += D / 2) {
-      k[to + half] = T(new_k[from + half]);
-      v[to + half] = T(new_v[from + half]);
-    }
-    return;
-  }
-  Complex<float> x;
-  if (token < 0) {
-    x = pair_of<D>(sink + (head * sink_shape[1] + position) * D + channel);
-  } else if (token < sealed) {
-    const ulong block = ulong(head) * tiles_shape[1] + token / BLOCK;
-    const device uint* tile = tiles + block * value_tile_words(D);
-    x = {value_element<D>(tile, token % BLOCK, channel),
-         value_element<D>(tile, token % BLOCK, channel + D / 2)};
-  } else {
-    x = pair_of<D>(tail + (head * tail_shape[1] + token - sealed) * D + channel);
-  }
-  v[to] = T(x.x);
-  v[to + D / 2] = T(x.y);
-  x = {x.x * float(weight[channel]), x.y * float(weight[channel + D / 2])};
-  x = turned(x, angle(position, turns[channel]));
-  k[to] = T(x.x);
-  k[to + D / 2] = T(x.y);
 """
 
 
