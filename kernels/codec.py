@@ -10,6 +10,7 @@ After KIVI (arXiv:2402.02750): K per channel, V per token.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -111,27 +112,27 @@ def widen_words(words: mx.array) -> mx.array:
     return fours.reshape(*shape[:-1], 4 * shape[-1])
 
 
-def narrow_tiles(tiles: mx.array) -> mx.array:
+def narrow_tiles(tiles: mx.array, k_is_v: bool = False) -> mx.array:
     """Canonical tiles of 3 bits, of ones whose code words are still as with 4."""
-    k, k_params, v, v_params = split_tile(tiles, 4)
-    return mx.concatenate([narrow_words(k), k_params, narrow_words(v), v_params], axis=-1)
+    parts = split_tile(tiles, 4, k_is_v)
+    parts[::2] = map(narrow_words, parts[::2])
+    return mx.concatenate(parts, axis=-1)
 
 
-def widen_tiles(tiles: mx.array) -> mx.array:
+def widen_tiles(tiles: mx.array, k_is_v: bool = False) -> mx.array:
     """The reverse of `narrow_tiles`."""
-    k, k_params, v, v_params = split_tile(tiles, 3)
-    return mx.concatenate([widen_words(k), k_params, widen_words(v), v_params], axis=-1)
+    parts = split_tile(tiles, 3, k_is_v)
+    parts[::2] = map(widen_words, parts[::2])
+    return mx.concatenate(parts, axis=-1)
 
 
-def split_tile(tiles: Any, bits: int) -> list[Any]:
-    """K codes, K parameters, V codes, V parameters: (n_kv_heads, n, words) each."""
-    dim = tiles.shape[-1] // (2 * (bits + 1))
-    return [
-        tiles[..., : bits * dim],
-        tiles[..., bits * dim : (bits + 1) * dim],
-        tiles[..., (bits + 1) * dim : (2 * bits + 1) * dim],
-        tiles[..., (2 * bits + 1) * dim :],
-    ]
+def split_tile(tiles: Any, bits: int, k_is_v: bool = False) -> list[Any]:
+    """K codes, K parameters, V codes, V parameters: (n_kv_heads, n, words) each; V's alone if
+    `k_is_v`."""
+    halves = 1 if k_is_v else 2
+    dim = tiles.shape[-1] // (halves * (bits + 1))
+    ends = [0, bits, bits + 1, 2 * bits + 1, 2 * bits + 2][: 2 * halves + 1]
+    return [tiles[..., a * dim : b * dim] for a, b in pairwise(ends)]
 
 
 def seal(k: mx.array, v: mx.array, bits: int = 4) -> mx.array:
@@ -173,8 +174,8 @@ def seal_channels(x: mx.array, bits: int = 4) -> mx.array:
 
 def unseal_channels(tiles: mx.array, bits: int = 4) -> mx.array:
     """The reverse of `seal_channels`, but for what rounding lost, in float32."""
-    heads, n, words = tiles.shape
-    dim = words // (bits + 1)
-    scale, mid = unpack_parameters(tiles[..., bits * dim :].reshape(heads, n, 1, dim))
-    codes = unpack_codes(tiles[..., : bits * dim], bits).reshape(heads, n, BLOCK, dim)
+    words, parameters = split_tile(tiles, bits, k_is_v=True)
+    heads, n, dim = parameters.shape
+    scale, mid = unpack_parameters(parameters.reshape(heads, n, 1, dim))
+    codes = unpack_codes(words, bits).reshape(heads, n, BLOCK, dim)
     return dequantize(codes, scale, mid).reshape(heads, n * BLOCK, dim)

@@ -2,7 +2,8 @@
  *
  * Keys come in units of up to BLOCK tokens: a tile, or some rows. A row is one query token of one
  * query head; the rows of all heads that share a KV head go together, so that K and V are read and
- * dequantised once for all of them. */
+ * dequantised once for all of them. Where V is alone, a unit is written out as rows of K and V,
+ * which a core's cache holds. */
 
 typedef struct {
     const Span *span;
@@ -58,6 +59,76 @@ INLINE void mask_scores(float *scores, int low, int high) {
         scores[i] = -INFINITY;
 }
 
+INLINE int holds_k(const Span *span) {
+    return span->tiles.start ? !span->tiles.k_is_v : span->k.start != NULL;
+}
+
+/* LANES pairs of k, or the first n of them, turned to a block's start and then to a place in it. */
+INLINE void turn_pairs(const Keys *keys, const float *start, const float *place, float *k, int n) {
+    vf c0 = load_n(start, n), s0 = load_n(start + keys->pairs, n);
+    vf c1 = load_n(place, n), s1 = load_n(place + keys->pairs, n);
+    vf cosine = c0 * c1 - s0 * s1, sine = s0 * c1 + c0 * s1;
+    vf x = load_n(k, n), y = load_n(k + keys->half, n);
+    store_n(k, x * cosine - y * sine, n);
+    store_n(k + keys->half, y * cosine + x * sine, n);
+}
+
+/* LANES channels of 8 tokens of a tile that holds V alone, into rows `stride` apart. */
+INLINE void write_values(const Tile *tile, int64_t dim, int token, int64_t c, float *to,
+                         int64_t stride) {
+    vf scale = load_half(tile->scales + c), base = base_of(tile, scale, load_half(tile->mids + c));
+    vu words = load_words(tile->v + token / 8 * dim + c);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        store(to + i * stride, nibble(words >> (4 * i)) * scale + base);
+}
+
+/* A unit where V is alone as rows of V, then of K: (2, BLOCK, head_dim). */
+static void write_rows_of(const Attention *a, const Unit *u, int64_t head, float *v) {
+    const Keys *keys = &a->keys;
+    const Span *span = u->span;
+    int64_t dim = a->head_dim;
+    if (span->tiles.start) {
+        Room room;
+        Tile tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
+        for (int t = 0; t < BLOCK; t += 8)
+            for (int64_t c = 0; c < dim; c += LANES)
+                write_values(&tile, dim, t, c, v + t * dim + c, dim);
+    } else {
+        for (int t = 0; t < u->tokens; t++)
+            for (int64_t c = 0; c < dim; c += LANES)
+                store(v + t * dim + c,
+                      load_row(span->v.format, row_at(&span->v, head, u->first + t), c));
+    }
+    const float *start = keys->starts + (u->position + BLOCK - 1) / BLOCK * 2 * keys->pairs;
+    const float *place = keys->places;
+    float *k = v + BLOCK * dim;
+    for (int t = 0; t < u->tokens; t++, v += dim, k += dim, place += 2 * keys->pairs) {
+        for (int64_t c = 0; c < dim; c += LANES)
+            store(k + c, load(v + c) * load(keys->weight + c));
+        int64_t i = 0;
+        for (; i + LANES <= keys->pairs; i += LANES)
+            turn_pairs(keys, start + i, place + i, k + i, LANES);
+        if (i < keys->pairs)
+            turn_pairs(keys, start + i, place + i, k + i, (int)(keys->pairs - i));
+    }
+}
+
+/* Floats that write_rows_of writes. */
+INLINE int64_t room_floats(const Attention *a) { return a->keys.weight ? 2 * BLOCK * a->head_dim : 0; }
+
+/* The unit itself, or one of rows in `room`, its `span`, where V is alone. */
+INLINE Unit with_keys(const Attention *a, Unit u, int64_t head, float *room, Span *span) {
+    int64_t dim = a->head_dim;
+    if (holds_k(u.span))
+        return u;
+    write_rows_of(a, &u, head, room);
+    Rows v = {(const char *)room, 0, 4 * dim, F32}, k = v;
+    k.start = (const char *)(room + BLOCK * dim);
+    *span = (Span){{0}, k, v, u.tokens};
+    return (Unit){span, 0, u.position, u.tokens};
+}
+
 /* Less than every score that counts, and finite, so that differences are numbers. */
 static const float NOTHING_YET = -1e30f;
 
@@ -92,7 +163,7 @@ INLINE void fetch_tile(const Attention *a, int64_t head, const Unit *u, int64_t 
     if (!tiles->start || u->first / BLOCK + ahead >= u->span->tokens / BLOCK)
         return;
     const uint32_t *words = tile_words(tiles, head, u->first / BLOCK + ahead, a->head_dim);
-    for (int64_t i = 0; i < tile_size(tiles->bits, a->head_dim); i += 16)
+    for (int64_t i = 0; i < tile_size(tiles->bits, tiles->k_is_v, a->head_dim); i += 16)
         __builtin_prefetch(words + i, 0, 2);
 }
 
@@ -101,7 +172,7 @@ INLINE void scores_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     for (int r = 0; r < n; r++)
         constant[r] = (vf){0};
     for (int64_t c = 0; c < dim; c += LANES) {
-        vf scale = load_half(tile->k_scales + c), base = base_of(tile, scale, load_half(tile->k_mids + c));
+        vf scale = load_half(tile->scales + c), base = base_of(tile, scale, load_half(tile->mids + c));
         for (int r = 0; r < n; r++) {
             vf q = load(rows[r].q + c);
             store(rows[r].k_folded + c, q * scale);
@@ -299,7 +370,7 @@ static void step_piece(const void *of, int piece, int thread) {
     }
     Room room;
     Row *rows = pool_scratch(thread);
-    float *memory = (float *)(rows + n_rows);
+    float *written = (float *)(rows + n_rows), *memory = written + room_floats(a);
     memset(memory, 0, 4 * (size_t)(n_rows * row_floats(dim)));
     for (int64_t r = 0; r < n_rows; r++) {
         Row *row = rows + r;
@@ -318,10 +389,11 @@ static void step_piece(const void *of, int piece, int thread) {
     for (int64_t i = start; i < end; i++) {
         Unit u = unit_at(a, i);
         Tile tile = {0};
-        if (u.span->tiles.start) {
-            fetch_tile(a, head, &u, TILES_AHEAD);
+        Span span;
+        fetch_tile(a, head, &u, TILES_AHEAD);
+        u = with_keys(a, u, head, written, &span);
+        if (u.span->tiles.start)
             tile = tile_at(&u.span->tiles, head, u.first / BLOCK, dim, room);
-        }
         for (int64_t r = 0; r < n_rows; r += ROWS) {
             switch (at_most(n_rows - r, ROWS)) {
             case 1: step_rows(1, job, &u, &tile, head, rows + r, r); break;
@@ -378,7 +450,8 @@ static int attend_step(const Attention *a) {
     if (parts > units / UNITS_AT_LEAST)
         parts = units / UNITS_AT_LEAST;
     parts = parts ? parts : 1;
-    size_t per_thread = (size_t)n_rows * (sizeof(Row) + 4 * (size_t)row_floats(a->head_dim));
+    size_t per_thread = (size_t)n_rows * (sizeof(Row) + 4 * (size_t)row_floats(a->head_dim)) +
+                        4 * (size_t)room_floats(a);
     size_t partials = 4 * (size_t)(a->n_kv_heads * parts * n_rows * (a->head_dim + 2));
     if (!pool_reserve(per_thread, partials))
         return 0;
@@ -414,9 +487,9 @@ static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
         if (span->tiles.start) {
             for (int64_t c = 0; c < dim; c += LANES) {
                 float scales[LANES], bases[LANES];
-                vf scale = load_half(tile.k_scales + c);
+                vf scale = load_half(tile.scales + c);
                 store(scales, scale);
-                store(bases, base_of(&tile, scale, load_half(tile.k_mids + c)));
+                store(bases, base_of(&tile, scale, load_half(tile.mids + c)));
                 for (int i = 0; i < LANES; i++) {
                     vu codes = load_words(tile.k + (c + i) / 8 * BLOCK + t);
                     vf code = nibble(codes >> (int)((c + i) % 8 * 4));
@@ -447,6 +520,11 @@ static void fill_values(const Unit *u, int64_t head, int64_t dim, int64_t keys, 
         tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
     for (int64_t c = 0; c < dim; c += LANES) {
         float *panel = panels + c / NR * keys * NR + c % NR;
+        if (span->tiles.k_is_v) {
+            for (int t = 0; t < BLOCK; t += 8)
+                write_values(&tile, dim, t, c, panel + t * NR, NR);
+            continue;
+        }
         if (span->tiles.start) {
             const uint16_t *parameters = tile.v_parameters + c / GROUP * 2 * BLOCK;
             float scales[BLOCK], bases[BLOCK];
@@ -509,7 +587,7 @@ static void chunk_piece(const void *of, int piece, int thread) {
     float *q = pool_scratch(thread); /* (dim / DEPTH, rows, STRIDE): channels by DEPTH */
     float *scores = q + (dim + DEPTH - 1) / DEPTH * slab;
     float *panels = scores + slab, *out = panels + CHUNK_KEYS * dim;
-    float *maxima = out + n_rows * dim, *weights = maxima + n_rows;
+    float *maxima = out + n_rows * dim, *weights = maxima + n_rows, *written = weights + n_rows;
     int64_t position = job->length - a->tokens + first;
 
     for (int64_t r = 0; r < n_rows; r++) {
@@ -533,8 +611,11 @@ static void chunk_piece(const void *of, int piece, int thread) {
                 units[n++] = u;
         }
         int64_t keys = n * BLOCK;
-        for (int i = 0; i < n; i++)
-            fill_keys(units + i, head, dim, panels + i * BLOCK * dim);
+        for (int i = 0; i < n; i++) {
+            Span span;
+            Unit u = with_keys(a, units[i], head, written, &span);
+            fill_keys(&u, head, dim, panels + i * BLOCK * dim);
+        }
         for (int64_t r = 0; r < n_rows; r += MR)
             for (int64_t key = 0; key < keys; key += NR)
                 for (int64_t c = 0; c < dim; c += DEPTH)
@@ -570,7 +651,7 @@ static int attend_chunk(const Attention *a) {
     int64_t dim = a->head_dim, heads = a->n_heads / a->n_kv_heads;
     int64_t tokens = CHUNK_ROWS / heads ? CHUNK_ROWS / heads : 1;
     int64_t slabs = (dim + DEPTH - 1) / DEPTH + 1, n_rows = heads * tokens;
-    int64_t floats = n_rows * (slabs * STRIDE + dim + 2) + CHUNK_KEYS * dim;
+    int64_t floats = n_rows * (slabs * STRIDE + dim + 2) + CHUNK_KEYS * dim + room_floats(a);
     if (!pool_reserve(4 * (size_t)floats, 0))
         return 0;
     int64_t pieces = (a->tokens + tokens - 1) / tokens;

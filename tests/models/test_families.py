@@ -294,9 +294,10 @@ def test_logits_equal_mlx_lms(name: str, make: Any) -> None:
     assert ours == theirs
 
 
+@pytest.mark.parametrize("make", [plain, native])
 @pytest.mark.parametrize("name", CASES)
-def test_int4_logits_equal_those_on_quantised_kv(name: str) -> None:
-    backend = plain()
+def test_int4_logits_equal_those_on_quantised_kv(name: str, make: Any) -> None:
+    backend = make()
     model, peer = both(CASES[name], backend)
     caches = make_caches(SealedCache, backend, model.shape.kv_layers)
     quantised = []
