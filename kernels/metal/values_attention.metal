@@ -9,6 +9,12 @@
 // K is turned, not Q: once for all rows. A lane's tokens are 8 n + row of a unit, so what they are
 // turned by is what the unit's first token is turned by, times numbers that all units share.
 
+template <typename T>
+float2 two_of(const device T* at) {
+  const vec<T, 2> x = *(const device vec<T, 2>*)at;
+  return float2(float(x.x), float(x.y));
+}
+
 // How K is made of V, in the channels of one simdgroup. Those of its first TURNED uint4s turn.
 template <int D, int PARTS, int TURNED, typename Weight>
 struct Keys {
@@ -42,14 +48,12 @@ struct Keys {
   }
 };
 
-// Two channels of a block.
+// Two channels of a block, times a weight.
 struct SealedChannels {
   uint4 words;
   uint i;
-  Parameters a, b;
-  float2 token(int n) const thread {
-    return fma(nibbles(words[n], i), float2(a.scale, b.scale), float2(a.zero, b.zero));
-  }
+  float2 scale, zero;
+  float2 token(int n) const thread { return fma(nibbles(words[n], i), scale, zero); }
 };
 
 // A block, in the channels of one simdgroup.
@@ -71,21 +75,21 @@ struct Sealed {
     parameters = (const threadgroup uint2*)staged;
   }
 
-  SealedChannels channels(uint m, uint i, uint, uint pair) const thread {
+  SealedChannels channels(uint m, uint i, uint, uint pair, float2 weight) const thread {
     const uint2 words = parameters[16 * m + 8 * (i / 2) + 2 * pair + i % 2];
-    return {codes[m], i, unpack(words.x), unpack(words.y)};
+    const Parameters p = unpack(words.x), q = unpack(words.y);
+    return {codes[m], i, weight * float2(p.scale, q.scale), weight * float2(p.zero, q.zero)};
   }
 };
 
-// Two channels of tokens in 16 bits.
+// Two channels of tokens in 16 bits, times a weight.
 template <int D, typename T>
 struct HeldChannels {
   const device T* tokens;
   int count;
+  float2 weight;
   float2 token(int n) const thread {
-    if (8 * n >= count) return float2(0.0f);
-    const vec<T, 2> x = *(const device vec<T, 2>*)(tokens + 8 * n * D);
-    return float2(float(x.x), float(x.y));
+    return 8 * n < count ? weight * two_of(tokens + 8 * n * D) : float2(0.0f);
   }
 };
 
@@ -95,8 +99,8 @@ struct Held {
   const device T* tokens;
   int count;
   uint row;
-  HeldChannels<D, T> channels(uint m, uint i, uint part, uint pair) const thread {
-    return {tokens + row * D + channel_of<D>(part + PARTS * m, i, pair), count - int(row)};
+  HeldChannels<D, T> channels(uint m, uint i, uint part, uint pair, float2 weight) const thread {
+    return {tokens + row * D + channel_of<D>(part + PARTS * m, i, pair), count - int(row), weight};
   }
 };
 
@@ -129,22 +133,27 @@ void attend_unit(
     if (turns) start = angle(position, keys.turns[16 * j + lane % 16]);
     UNROLL
     for (int i = 0; i < 2; i++) {
-      const device Weight* w = keys.weight + channel_of<D>(j, i, pair);
-      const float2 w_x = float2(float(w[0]), float(w[1]));
-      const float2 w_y = float2(float(w[D / 2]), float(w[D / 2 + 1]));
-      const auto x = unit.channels(m, i, part, pair), y = unit.channels(m, i + 2, part, pair);
+      const device Weight* weight = keys.weight + channel_of<D>(j, i, pair);
+      const auto x = unit.channels(m, i, part, pair, two_of(weight));
+      const auto y = unit.channels(m, i + 2, part, pair, two_of(weight + D / 2));
+      float2 q_x[ROWS], q_y[ROWS];
+      UNROLL
+      for (int a = 0; a < ROWS; a++) {
+        const threadgroup Query* q = query + (a * (D / PARTS / 8) + 4 * m + i) * 32 + lane;
+        q_x[a] = float2(float(q[0].x), float(q[0].y));
+        q_y[a] = float2(float(q[64].x), float(q[64].y));
+      }
       Complex<float2> by;
       if (turns) by = keys.first(start, m, i, pair);
       UNROLL
       for (int n = 0; n < 4; n++) {
-        Complex<float2> key = {w_x * x.token(n), w_y * y.token(n)};
+        Complex<float2> key = {x.token(n), y.token(n)};
         if (turns) key = turned(key, by);
         if (turns && n < 3) by = turned(by, keys.by_8[m][i]);
         UNROLL
         for (int a = 0; a < ROWS; a++) {
-          const threadgroup Query* q = query + (a * (D / PARTS / 8) + 4 * m + i) * 32 + lane;
-          multiply_add(scores[a][n], key.x, float2(float(q[0].x), float(q[0].y)));
-          multiply_add(scores[a][n], key.y, float2(float(q[64].x), float(q[64].y)));
+          multiply_add(scores[a][n], key.x, q_x[a]);
+          multiply_add(scores[a][n], key.y, q_y[a]);
         }
       }
     }
@@ -183,7 +192,7 @@ void attend_unit(
   for (int m = 0; m < D / PARTS / 32; m++) {
     UNROLL
     for (int i = 0; i < 4; i++) {
-      const auto x = unit.channels(m, i, part, pair);
+      const auto x = unit.channels(m, i, part, pair, float2(1.0f));
       UNROLL
       for (int n = 0; n < 4; n++) {
         const float2 values = x.token(n);
