@@ -161,6 +161,11 @@ CASES = {
     "gemma3": Case("gemma3_text", GEMMA3),
     "gemma4, dense": Case("gemma4_text", GEMMA4, q_norm=0.15),
     "gemma4, experts": Case("gemma4_text", GEMMA4 | GEMMA4_MOE, q_norm=0.15),
+    "gemma4, shared K made of V": Case(
+        "gemma4_text",
+        GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        q_norm=0.15,
+    ),
     "gemma4, shared": Case("gemma4_text", GEMMA4 | GEMMA4_SMALL, q_norm=0.15),
     "gpt_oss": Case("gpt_oss", GPT_OSS),
     "llama": Case("llama"),
