@@ -15,8 +15,11 @@ from tqchat.cli import main
 from tqchat.engine import plan
 from tqchat.engine.cache import DenseCache, SealedCache
 from tqchat.kernels import Backend, KeysOfValues
+from tqchat.kernels.cuda.backend import CUDA as CUDABackend
+from tqchat.kernels.metal.backend import Metal
 from tqchat.models.config import Config
 from tqchat.models.registry import architecture
+from tqchat.plan import CPU, CUDA, METAL
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 GIB = 1 << 30
@@ -125,6 +128,12 @@ def test_a_cache_never_takes_more_than_planned(
     need = plan.kv_bytes(shape, tokens, kv, derives_keys)
     assert shape.n_layers * cache.nbytes <= need
     assert need <= shape.n_layers * (cache.nbytes + 127 * 4 * 2 * 32)
+
+
+def test_plans_count_what_backends_hold() -> None:
+    assert METAL.derives_keys == Metal.derives_keys
+    assert CUDA.derives_keys == CUDABackend.derives_keys
+    assert CPU.derives_keys == Backend.derives_keys
 
 
 @given(st.integers(1, 200_000), st.integers(30, 80))

@@ -16,7 +16,6 @@ from rich.table import Table
 from tqchat.engine import memory, plan
 from tqchat.engine.events import KVKind
 from tqchat.engine.wired import SYSTEM_RESERVE
-from tqchat.kernels.metal.backend import Metal
 from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.find import installed, resolve
@@ -25,7 +24,7 @@ from tqchat.models.registry import Shape, architecture
 from tqchat.units import bytes_text
 
 SUMMARY = "What memory a model needs at each context length, and the longest that fits."
-METAL = plan.Prefill(chunk=512, derives_keys=Metal.derives_keys)
+METAL = plan.Prefill(chunk=512)
 CUDA = plan.Prefill(chunk=512, derives_keys=False)
 # Activations in 32 bits, and codes that are read as they lie.
 CPU = plan.Prefill(chunk=256, activation_bytes=4, past_bytes=0)
