@@ -1,7 +1,8 @@
 """The kernels of this folder behind the calls of `Backend`.
 
 Decode attention is two dispatches: pass 1 splits the sequence among threadgroups, pass 2 joins
-their results. See attention.metal for how, tile.metal for the order of codes in a tile.
+their results. See attention.metal for how, tile.metal for the order of codes in a tile; and
+values_attention.metal and values.metal where K is made of V, which is held alone.
 """
 
 import functools

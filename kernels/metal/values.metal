@@ -28,7 +28,7 @@ Complex<T> turned(Complex<T> a, Complex<T> by) {
 
 // What a pair of channels is turned by at a position. turn: of one position, as a fraction of a
 // whole turn in units of 2^-64. The product drops whole turns and nothing else, so that far
-// positions are as exact as near ones.
+// positions are as exact as near ones. The factor is 2 pi / 2^32.
 inline Complex<float> angle(int position, ulong turn) {
   const float x = float(int(uint(ulong(position) * turn >> 32))) * 1.4629180792671596e-9f;
   return {metal::precise::cos(x), metal::precise::sin(x)};
