@@ -2,8 +2,8 @@
  *
  * Keys come in units of up to BLOCK tokens: a tile, or some rows. A row is one query token of one
  * query head; the rows of all heads that share a KV head go together, so that K and V are read and
- * dequantised once for all of them. Where V is alone, a unit is written out as rows of K and V,
- * which a core's cache holds. */
+ * dequantised once for all of them. Where V is alone, K of a unit is written to rows, which stay in
+ * a core's cache. */
 
 typedef struct {
     const Span *span;
@@ -59,10 +59,6 @@ INLINE void mask_scores(float *scores, int low, int high) {
         scores[i] = -INFINITY;
 }
 
-INLINE int holds_k(const Span *span) {
-    return span->tiles.start ? !span->tiles.k_is_v : span->k.start != NULL;
-}
-
 /* LANES pairs of k, or the first n of them, turned to a block's start and then to a place in it. */
 INLINE void turn_pairs(const Keys *keys, const float *start, const float *place, float *k, int n) {
     vf c0 = load_n(start, n), s0 = load_n(start + keys->pairs, n);
@@ -73,60 +69,52 @@ INLINE void turn_pairs(const Keys *keys, const float *start, const float *place,
     store_n(k + keys->half, y * cosine + x * sine, n);
 }
 
-/* LANES channels of 8 tokens of a tile that holds V alone, into rows `stride` apart. */
-INLINE void write_values(const Tile *tile, int64_t dim, int token, int64_t c, float *to,
+/* LANES channels of 8 tokens of a tile that holds V alone, times `factor`, to rows `stride` apart. */
+INLINE void write_values(const Tile *tile, int64_t dim, int token, int64_t c, vf factor, float *to,
                          int64_t stride) {
     vf scale = load_half(tile->scales + c), base = base_of(tile, scale, load_half(tile->mids + c));
     vu words = load_words(tile->v + token / 8 * dim + c);
+    scale *= factor;
+    base *= factor;
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
         store(to + i * stride, nibble(words >> (4 * i)) * scale + base);
 }
 
-/* A unit where V is alone as rows of V, then of K: (2, BLOCK, head_dim). */
-static void write_rows_of(const Attention *a, const Unit *u, int64_t head, float *v) {
-    const Keys *keys = &a->keys;
-    const Span *span = u->span;
-    int64_t dim = a->head_dim;
-    if (span->tiles.start) {
-        Room room;
-        Tile tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
-        for (int t = 0; t < BLOCK; t += 8)
-            for (int64_t c = 0; c < dim; c += LANES)
-                write_values(&tile, dim, t, c, v + t * dim + c, dim);
-    } else {
-        for (int t = 0; t < u->tokens; t++)
-            for (int64_t c = 0; c < dim; c += LANES)
-                store(v + t * dim + c,
-                      load_row(span->v.format, row_at(&span->v, head, u->first + t), c));
-    }
-    const float *start = keys->starts + (u->position + BLOCK - 1) / BLOCK * 2 * keys->pairs;
-    const float *place = keys->places;
-    float *k = v + BLOCK * dim;
-    for (int t = 0; t < u->tokens; t++, v += dim, k += dim, place += 2 * keys->pairs) {
-        for (int64_t c = 0; c < dim; c += LANES)
-            store(k + c, load(v + c) * load(keys->weight + c));
-        int64_t i = 0;
-        for (; i + LANES <= keys->pairs; i += LANES)
-            turn_pairs(keys, start + i, place + i, k + i, LANES);
-        if (i < keys->pairs)
-            turn_pairs(keys, start + i, place + i, k + i, (int)(keys->pairs - i));
-    }
+/* Of written keys; no power of two, for the cache's sake. */
+INLINE int64_t key_stride(int64_t dim) { return dim + 16; }
+
+INLINE int64_t written_floats(const Attention *a) {
+    return a->keys.weight ? BLOCK * key_stride(a->head_dim) : 0;
 }
 
-/* Floats that write_rows_of writes. */
-INLINE int64_t room_floats(const Attention *a) { return a->keys.weight ? 2 * BLOCK * a->head_dim : 0; }
-
-/* The unit itself, or one of rows in `room`, its `span`, where V is alone. */
-INLINE Unit with_keys(const Attention *a, Unit u, int64_t head, float *room, Span *span) {
-    int64_t dim = a->head_dim;
-    if (holds_k(u.span))
-        return u;
-    write_rows_of(a, &u, head, room);
-    Rows v = {(const char *)room, 0, 4 * dim, F32}, k = v;
-    k.start = (const char *)(room + BLOCK * dim);
-    *span = (Span){{0}, k, v, u.tokens};
-    return (Unit){span, 0, u.position, u.tokens};
+/* K of a unit where V is alone, made of `tile` if it is one, to rows `to`; NULL if K is held. */
+static const float *write_keys(const Attention *a, const Unit *u, const Tile *tile, int64_t head,
+                               float *to) {
+    const Keys *keys = &a->keys;
+    const Span *span = u->span;
+    int64_t dim = a->head_dim, stride = key_stride(dim);
+    if (span->tiles.start ? !span->tiles.k_is_v : span->k.start != NULL)
+        return NULL;
+    for (int t = 0; t < u->tokens; t += span->tiles.start ? 8 : 1)
+        for (int64_t c = 0; c < dim; c += LANES) {
+            float *k = to + t * stride + c;
+            vf weight = load(keys->weight + c);
+            if (span->tiles.start)
+                write_values(tile, dim, t, c, weight, k, stride);
+            else
+                store(k, weight * load_row(span->v.format, row_at(&span->v, head, u->first + t), c));
+        }
+    const float *start = keys->starts + (u->position + BLOCK - 1) / BLOCK * 2 * keys->pairs;
+    for (int t = 0; t < u->tokens; t++) {
+        const float *place = keys->places + t * 2 * keys->pairs;
+        int64_t i = 0;
+        for (; i + LANES <= keys->pairs; i += LANES)
+            turn_pairs(keys, start + i, place + i, to + t * stride + i, LANES);
+        if (i < keys->pairs)
+            turn_pairs(keys, start + i, place + i, to + t * stride + i, (int)(keys->pairs - i));
+    }
+    return to;
 }
 
 /* Less than every score that counts, and finite, so that differences are numbers. */
@@ -209,12 +197,61 @@ INLINE void scores_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     }
 }
 
+/* Adds LANES channels, and the next, of a tile's codes, by `weights` of n rows' tokens. */
+INLINE void add_codes(int n, const float *const *weights, const Tile *tile, int64_t dim,
+                      int64_t channel, vf sums[][2]) {
+    for (int t = 0; t < BLOCK; t += 8) {
+        vu codes0 = load_words(tile->v + t / 8 * dim + channel);
+        vu codes1 = load_words(tile->v + t / 8 * dim + channel + LANES);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            vf code0 = nibble(codes0 >> (4 * j)), code1 = nibble(codes1 >> (4 * j));
+#pragma GCC unroll 4
+            for (int r = 0; r < n; r++) {
+                vf weight = splat(weights[r][t + j]);
+                sums[r][0] += weight * code0;
+                sums[r][1] += weight * code1;
+            }
+        }
+    }
+}
+
+/* Where V is alone. */
+INLINE void values_of_channels(int n, Row *rows, const Tile *tile, int64_t dim) {
+    const float *weights[ROWS];
+    vf totals[ROWS];
+    for (int r = 0; r < n; r++) {
+        vf total = {0};
+        for (int t = 0; t < BLOCK; t += LANES)
+            total += load(rows[r].scores + t);
+        totals[r] = splat(sum_lanes(total));
+        weights[r] = rows[r].scores;
+    }
+    for (int64_t c = 0; c < dim; c += 2 * LANES) {
+        vf sums[ROWS][2];
+        for (int r = 0; r < n; r++)
+            sums[r][0] = sums[r][1] = (vf){0};
+        add_codes(n, weights, tile, dim, c, sums);
+        for (int i = 0; i < 2; i++) {
+            int64_t channel = c + i * LANES;
+            vf scale = load_half(tile->scales + channel);
+            vf base = base_of(tile, scale, load_half(tile->mids + channel));
+            for (int r = 0; r < n; r++) {
+                float *out = rows[r].out + channel;
+                store(out, load(out) + scale * sums[r][i] + base * totals[r]);
+            }
+        }
+    }
+}
+
 INLINE void values_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     for (int64_t c = 0; c < dim; c += GROUP) {
         const uint16_t *parameters = tile->v_parameters + c / GROUP * 2 * BLOCK;
         float folded[ROWS][BLOCK];
+        const float *weights[ROWS];
         for (int r = 0; r < n; r++) {
             float *bases = rows[r].bases + c / GROUP * LANES;
+            weights[r] = folded[r];
             vf sum = load(bases);
             for (int t = 0; t < BLOCK; t += LANES) {
                 vf weight = load(rows[r].scores + t), scale = load_half(parameters + t);
@@ -229,20 +266,7 @@ INLINE void values_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
                 sums[r][0] = load(rows[r].out + channel);
                 sums[r][1] = load(rows[r].out + channel + LANES);
             }
-            for (int t = 0; t < BLOCK; t += 8) {
-                vu codes0 = load_words(tile->v + t / 8 * dim + channel);
-                vu codes1 = load_words(tile->v + t / 8 * dim + channel + LANES);
-#pragma GCC unroll 8
-                for (int j = 0; j < 8; j++) {
-                    vf code0 = nibble(codes0 >> (4 * j)), code1 = nibble(codes1 >> (4 * j));
-#pragma GCC unroll 4
-                    for (int r = 0; r < n; r++) {
-                        vf weight = splat(folded[r][t + j]);
-                        sums[r][0] += weight * code0;
-                        sums[r][1] += weight * code1;
-                    }
-                }
-            }
+            add_codes(n, weights, tile, dim, channel, sums);
             for (int r = 0; r < n; r++) {
                 store(rows[r].out + channel, sums[r][0]);
                 store(rows[r].out + channel + LANES, sums[r][1]);
@@ -329,9 +353,9 @@ INLINE void softmax_step(const Attention *a, Row *row, int low, int high) {
     store(row->weight, weight);
 }
 
-/* `tile`: the unit's, if it is one. */
-INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile, int64_t head,
-                      Row *rows, int64_t first_row) {
+/* tile: the unit's, if it is one; keys: its K, if that is written out. */
+INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile, const float *keys,
+                      int64_t head, Row *rows, int64_t first_row) {
     const Attention *a = job->attention;
     const Span *span = u->span;
     int low[ROWS], high[ROWS], any = 0;
@@ -341,19 +365,23 @@ INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile
     }
     if (!any)
         return;
-    if (span->tiles.start) {
+    if (keys)
+        scores_of_rows(n, F32, rows, (const char *)keys, 4 * key_stride(a->head_dim), u->tokens,
+                       a->head_dim);
+    else if (span->tiles.start)
         scores_of_tile(n, rows, tile, a->head_dim);
-        for (int r = 0; r < n; r++)
-            softmax_step(a, rows + r, low[r], high[r]);
-        values_of_tile(n, rows, tile, a->head_dim);
-    } else {
+    else
         scores_of_rows(n, span->k.format, rows, row_at(&span->k, head, u->first),
                        span->k.token_stride, u->tokens, a->head_dim);
-        for (int r = 0; r < n; r++)
-            softmax_step(a, rows + r, low[r], high[r]);
+    for (int r = 0; r < n; r++)
+        softmax_step(a, rows + r, low[r], high[r]);
+    if (span->tiles.k_is_v)
+        values_of_channels(n, rows, tile, a->head_dim);
+    else if (span->tiles.start)
+        values_of_tile(n, rows, tile, a->head_dim);
+    else
         values_of_rows(n, span->v.format, rows, row_at(&span->v, head, u->first),
                        span->v.token_stride, u->tokens, a->head_dim);
-    }
 }
 
 static int64_t row_floats(int64_t dim) { return 3 * dim + dim / GROUP * LANES + LANES; }
@@ -370,7 +398,7 @@ static void step_piece(const void *of, int piece, int thread) {
     }
     Room room;
     Row *rows = pool_scratch(thread);
-    float *written = (float *)(rows + n_rows), *memory = written + room_floats(a);
+    float *written = (float *)(rows + n_rows), *memory = written + written_floats(a);
     memset(memory, 0, 4 * (size_t)(n_rows * row_floats(dim)));
     for (int64_t r = 0; r < n_rows; r++) {
         Row *row = rows + r;
@@ -389,17 +417,17 @@ static void step_piece(const void *of, int piece, int thread) {
     for (int64_t i = start; i < end; i++) {
         Unit u = unit_at(a, i);
         Tile tile = {0};
-        Span span;
-        fetch_tile(a, head, &u, TILES_AHEAD);
-        u = with_keys(a, u, head, written, &span);
-        if (u.span->tiles.start)
+        if (u.span->tiles.start) {
+            fetch_tile(a, head, &u, TILES_AHEAD);
             tile = tile_at(&u.span->tiles, head, u.first / BLOCK, dim, room);
+        }
+        const float *keys = write_keys(a, &u, &tile, head, written);
         for (int64_t r = 0; r < n_rows; r += ROWS) {
             switch (at_most(n_rows - r, ROWS)) {
-            case 1: step_rows(1, job, &u, &tile, head, rows + r, r); break;
-            case 2: step_rows(2, job, &u, &tile, head, rows + r, r); break;
-            case 3: step_rows(3, job, &u, &tile, head, rows + r, r); break;
-            case 4: step_rows(4, job, &u, &tile, head, rows + r, r); break;
+            case 1: step_rows(1, job, &u, &tile, keys, head, rows + r, r); break;
+            case 2: step_rows(2, job, &u, &tile, keys, head, rows + r, r); break;
+            case 3: step_rows(3, job, &u, &tile, keys, head, rows + r, r); break;
+            case 4: step_rows(4, job, &u, &tile, keys, head, rows + r, r); break;
             }
         }
     }
@@ -451,7 +479,7 @@ static int attend_step(const Attention *a) {
         parts = units / UNITS_AT_LEAST;
     parts = parts ? parts : 1;
     size_t per_thread = (size_t)n_rows * (sizeof(Row) + 4 * (size_t)row_floats(a->head_dim)) +
-                        4 * (size_t)room_floats(a);
+                        4 * (size_t)written_floats(a);
     size_t partials = 4 * (size_t)(a->n_kv_heads * parts * n_rows * (a->head_dim + 2));
     if (!pool_reserve(per_thread, partials))
         return 0;
@@ -475,16 +503,24 @@ typedef struct {
     int64_t units, length, tokens_per_piece, pieces_per_head;
 } ChunkJob;
 
-/* K of a unit, transposed, as BLOCK / NR panels (head_dim, NR). */
-static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
+/* K of a unit, transposed, as BLOCK / NR panels (head_dim, NR). `written`: room for K's rows. */
+static void fill_keys(const Attention *a, const Unit *u, int64_t head, float *written,
+                      float *panels) {
     const Span *span = u->span;
+    int64_t dim = a->head_dim;
+    Rows k = span->k;
+    int64_t first = u->first;
     Room room;
     Tile tile = {0};
     if (span->tiles.start)
         tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
+    if (write_keys(a, u, &tile, head, written)) {
+        k = (Rows){(const char *)written, 0, 4 * key_stride(dim), F32};
+        first = 0;
+    }
     for (int t = 0; t < BLOCK; t += LANES) {
         float *panel = panels + t / NR * dim * NR + t % NR;
-        if (span->tiles.start) {
+        if (!k.start) {
             for (int64_t c = 0; c < dim; c += LANES) {
                 float scales[LANES], bases[LANES];
                 vf scale = load_half(tile.scales + c);
@@ -502,7 +538,7 @@ static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
             vf square[LANES];
             for (int i = 0; i < LANES; i++)
                 square[i] = t + i < u->tokens
-                                ? load_row(span->k.format, row_at(&span->k, head, u->first + t + i), c)
+                                ? load_row(k.format, row_at(&k, head, first + t + i), c)
                                 : (vf){0};
             transpose(square);
             for (int i = 0; i < LANES; i++)
@@ -522,7 +558,7 @@ static void fill_values(const Unit *u, int64_t head, int64_t dim, int64_t keys, 
         float *panel = panels + c / NR * keys * NR + c % NR;
         if (span->tiles.k_is_v) {
             for (int t = 0; t < BLOCK; t += 8)
-                write_values(&tile, dim, t, c, panel + t * NR, NR);
+                write_values(&tile, dim, t, c, splat(1), panel + t * NR, NR);
             continue;
         }
         if (span->tiles.start) {
@@ -611,11 +647,8 @@ static void chunk_piece(const void *of, int piece, int thread) {
                 units[n++] = u;
         }
         int64_t keys = n * BLOCK;
-        for (int i = 0; i < n; i++) {
-            Span span;
-            Unit u = with_keys(a, units[i], head, written, &span);
-            fill_keys(&u, head, dim, panels + i * BLOCK * dim);
-        }
+        for (int i = 0; i < n; i++)
+            fill_keys(a, units + i, head, written, panels + i * BLOCK * dim);
         for (int64_t r = 0; r < n_rows; r += MR)
             for (int64_t key = 0; key < keys; key += NR)
                 for (int64_t c = 0; c < dim; c += DEPTH)
@@ -651,7 +684,7 @@ static int attend_chunk(const Attention *a) {
     int64_t dim = a->head_dim, heads = a->n_heads / a->n_kv_heads;
     int64_t tokens = CHUNK_ROWS / heads ? CHUNK_ROWS / heads : 1;
     int64_t slabs = (dim + DEPTH - 1) / DEPTH + 1, n_rows = heads * tokens;
-    int64_t floats = n_rows * (slabs * STRIDE + dim + 2) + CHUNK_KEYS * dim + room_floats(a);
+    int64_t floats = n_rows * (slabs * STRIDE + dim + 2) + CHUNK_KEYS * dim + written_floats(a);
     if (!pool_reserve(4 * (size_t)floats, 0))
         return 0;
     int64_t pieces = (a->tokens + tokens - 1) / tokens;
