@@ -6,7 +6,7 @@ float32 and then rounded to fp16; codes are round-half-even((x - mid) / scale) w
 parameters. A group whose scale rounds to zero has all codes 0, so it comes back as mid. Input is
 saturated to the finite fp16 range and NaN counts as 0: a cache must hold whatever a model produces.
 
-After KIVI (arXiv:2402.02750): K per channel, V per token.
+After KIVI (arXiv:2402.02750): K per channel, V per token; V per channel where it is held alone.
 """
 
 from collections.abc import Sequence

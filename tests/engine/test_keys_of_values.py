@@ -94,6 +94,11 @@ def test_a_cache_of_the_other_form_is_not_taken_up(folder: Path, name: str, read
     assert other.cache_use().tokens == 0
 
 
+def test_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="window"):
+        replace(LAYER, k_is_v=True, window=64)
+
+
 @pytest.mark.parametrize("name", ["plain", "here"])
 def test_a_checkpoint_is_gone_back_to(name: str) -> None:
     backend, rng = BACKENDS[name], np.random.default_rng(3)

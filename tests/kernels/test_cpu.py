@@ -471,6 +471,24 @@ def test_keys_made_of_values(
     close(out, reference(q, k, v, 2 * dim**-0.5, **options), 1e-4)
 
 
+def test_a_rule_for_keys_that_does_not_fit_is_an_error(cpu: CPU) -> None:
+    view, _, _ = a_view_of_v(cpu, 1, 32, 16, 4, (4, 2, 64))
+    rule = cpu._rule(view)
+    assert rule is not None
+    weight, starts, places, half = rule
+    for wrong, why in (
+        (None, "do not fit"),
+        ((weight[:31], starts, places, half), "rule does not fit"),
+        ((weight, starts, places[:31], half), "rule does not fit"),
+        ((weight, starts[..., :3], places, half), "rule does not fit"),
+        ((weight, starts, places, 17), "rule does not fit"),
+        ((weight, starts, places, 3), "rule does not fit"),
+        ((weight, starts[:4], places, half), "do not cover"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            native.attend(noise(0, 1, 1, 32), view, None, None, 1.0, None, None, None, wrong)
+
+
 def test_keys_are_turned_as_exactly_far_away(cpu: CPU) -> None:
     """Two far tokens share nearly all the weight, by the difference of their scores, some 60 each.
 
