@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from tqchat.kernels.backend import Backend
-from tqchat.kernels.cuda.backend import CUDA, PlainCacheCUDA
+from tqchat.kernels.cuda.backend import CUDA
 from tqchat.kernels.metal.backend import Metal
 
 
@@ -21,7 +21,7 @@ def select(dtype: mx.Dtype, threads: int | None = None, kv_bits: int = 4) -> Bac
         return Metal(mx.float16 if dtype == mx.float32 else dtype, kv_bits=kv_bits)
     dtype = mx.float16 if dtype == mx.float32 else dtype
     if mx.cuda.is_available() and int(mx.device_info()["compute_capability_major"]) >= 8:
-        return CUDA(dtype) if kv_bits == 4 else PlainCacheCUDA(dtype, kv_bits)
+        return CUDA(dtype, kv_bits)
     return Backend(dtype, kv_bits=kv_bits)
 
 

@@ -1,5 +1,6 @@
 """What all tests share: the built-in model, and folders that are not the user's own."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -10,6 +11,13 @@ from tqchat.models import builtin
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same terminal, locale and lack of an editor and a clipboard on every machine.
+for name in (
+    *("LC_ALL", "LC_CTYPE", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"),
+    *("VISUAL", "EDITOR", "DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"),
+):
+    os.environ.pop(name, None)
+os.environ |= {"LANG": "C.UTF-8", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
 
 # The same examples on every machine, however slow. To search for new ones instead:
 # pytest --hypothesis-profile=search

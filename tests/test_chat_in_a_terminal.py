@@ -180,17 +180,24 @@ def test_leaving_in_the_middle_of_an_answer(chat: Callable[..., Terminal], slow:
 def test_a_message_longer_than_the_context(chat: Callable[..., Terminal], slow: Path) -> None:
     terminal = chat(slow, "--context", "1000", "--max-tokens", "5")
     terminal.wait_for(CHAT)
+    terminal.paste("x" * 2500)
+    # What the box says is what the refusal says.
+    excess = terminal.wait_for(r"─ 2,\d+ tokens · (1,\d+) too many")[1]
+    terminal.type("\r")
+    terminal.wait_for(rf"that is {excess} more\b")
+    terminal.wait_for(r"│ \[pasted 1: 2,500 tokens, 2.4 KB\]")
+    empty_the_box(terminal)
     ask(terminal, "Hello")
     terminal.wait_for("cut at max_tokens")
     held = terminal.wait_for(r"(\d+) of 1,000")[1]
     terminal.paste("x" * 3000)
-    terminal.wait_for(r"\[pasted 1: 3,000 tokens, 2.9 KB\]")
+    terminal.wait_for(r"\[pasted 2: 3,000 tokens, 2.9 KB\]")
     terminal.type("\r")
-    excess = int(terminal.wait_for(r"([\d,]+) tokens too long")[1].replace(",", ""))
-    assert 2000 < excess < 2200
+    excess = terminal.wait_for(r"([\d,]+) tokens too long")[1]
+    assert 2000 < int(excess.replace(",", "")) < 2200
     terminal.type("\x1b")
-    terminal.wait_for(r"([\d,]+) more than the\s")
-    terminal.wait_for(r"│ \[pasted 1: 3,000 tokens, 2.9 KB\]")
+    terminal.wait_for(rf"that is {excess} more\b")
+    terminal.wait_for(r"│ \[pasted 2: 3,000 tokens, 2.9 KB\]")
     assert terminal.wait_for(r"(\d+) of 1,000")[1] == held
     # Taken out again, the conversation goes on.
     empty_the_box(terminal)

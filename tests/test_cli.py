@@ -433,7 +433,9 @@ def test_an_empty_question(tqchat, tiny, home, question) -> None:
 def test_a_question_longer_than_the_context(tqchat, tiny) -> None:
     around = len("?user\n?\n?assistant\n")
     done = tqchat(tiny, "-p", "x" * 3000, "--context", "1000")
-    assert_refused(done, f"{3000 + around + 1 - 1000:,} more")
+    # Nothing is suggested that the screen alone has.
+    assert "/clear" not in done.stderr
+    assert_refused(done, f"{3000 + around + 1 - 1000:,} more", "a shorter text", "a larger context")
     # One token of it must be left for the answer.
     fits = tqchat(tiny, "-p", "x" * (999 - around), "--context", "1000", *GREEDY, "--json")
     assert json.loads(fits.stdout)["finish_reason"] == "context"
@@ -496,9 +498,7 @@ def interrupted(environment: dict[str, str], sign: bytes, *arguments: str | Path
     with Terminal([*TQCHAT, *map(str, arguments)], environment) as terminal:
         terminal.wait_for_output(sign)
         terminal.type("\x03")
-        began = time.monotonic()
         assert terminal.wait_for_exit() == 130
-        assert time.monotonic() - began < 20
         terminal.assert_sane()
         assert b"Traceback" not in terminal.output
         return terminal.output

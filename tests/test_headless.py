@@ -53,10 +53,12 @@ class Written:
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Any:
-    def run(*pieces: str, as_json: bool = False, terminal: bool = False) -> list[tuple[str, str]]:
+    def run(
+        *pieces: str, as_json: bool = False, terminal: bool = False, reason: FinishReason = "stop"
+    ) -> list[tuple[str, str]]:
         """What came on stdout and stderr after each piece, and at last."""
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-        engine = Written(list(pieces), capsys)
+        engine = Written(list(pieces), capsys, reason)
         monkeypatch.setattr(headless, "Engine", lambda options: engine)
         assert headless.answer(
             None, "?", None, EngineOptions(), Sampling(), None, as_json, False, lambda: False
@@ -78,6 +80,14 @@ def test_a_terminal_is_told_that_the_model_thinks(say) -> None:
     # The line is gone before the answer begins.
     assert moments[3] == ("Yes", "\r\x1b[K")
     assert "Thinking" not in "".join(err for _, err in say("Yes", terminal=True))
+
+
+def test_an_answer_that_went_in_circles_says_so(say) -> None:
+    out, err = say("ha", "ha", reason="repetition")[-1]
+    assert "repeated itself" in err
+    assert "repeated" not in out
+    *_, (out, err) = say("ha", "ha", as_json=True, reason="repetition")
+    assert (json.loads(out)["finish_reason"], err) == ("repetition", "")
 
 
 @pytest.mark.parametrize(

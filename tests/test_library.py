@@ -86,6 +86,16 @@ def test_the_list_has_what_is_here_and_what_could_be(
     assert largest[1:] == ["39.69", "GB", "-", "Llama", "3.3"]
 
 
+def test_pulling_what_is_here_says_so_and_shows_no_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny(tmp_path / "tiny")
+    assert library.pull(str(folder)) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{folder}\n"
+    assert printed.err.strip() == "It is on this machine already:"
+
+
 def test_getting_what_is_here_and_what_is_no_model(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "tiny")
     assert library.get(str(folder), lambda *_: None, lambda: False) == (str(folder), "")

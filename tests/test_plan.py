@@ -124,10 +124,15 @@ def test_a_cache_never_takes_more_than_planned(
     make = DenseCache if kv == "fp16" else SealedCache
     cache = make(backend, shape.kv_layers[0])
     keys = KeysOfValues(mx.ones(32), mx.ones(16))
+    cache.reserve(tokens)
     cache.attend(mx.ones((4, tokens, 32)), *mx.ones((2, 2, tokens, 32)), 1.0, keys=keys)
     need = plan.kv_bytes(shape, tokens, kv, derives_keys)
     assert shape.n_layers * cache.nbytes <= need
     assert need <= shape.n_layers * (cache.nbytes + 127 * 4 * 2 * 32)
+    # With the buffers' room for more.
+    assert shape.n_layers * cache.nbytes_allocated == plan.allocated_bytes(
+        shape, tokens, kv, derives_keys
+    )
 
 
 def test_plans_count_what_backends_hold() -> None:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +69,9 @@ def test_a_conversation_goes_on(tqchat: Run, tiny: Path, session_id: str) -> Non
         tqchat("--continue", "--disk-budget", "0", "-p", "x", "--json", *GREEDY).stdout
     )
     assert off["cached_tokens"] == 0
+    long = tqchat("--continue", "-p", "x", "--context", "300")
+    assert (long.returncode, long.stdout) == (2, "")
+    assert "leave out --continue" in long.stderr
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +199,6 @@ def test_what_is_answered_before_it_ends_stays(
     ) as process:
         assert process.stdout is not None
         process.stdout.read(200)
-        time.sleep(0.1)
         process.send_signal(number)
         process.stdout.read()
         assert process.wait() == code

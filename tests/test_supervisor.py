@@ -248,6 +248,48 @@ return code
 """
 
 
+FAILING = """
+from tests.tui.fake_engine import FakeEngine
+from tqchat.settings import Settings
+from tqchat.tui.app import ChatApp, run_app
+from tqchat.tui.terminal import TerminalParser
+def ask(app, event):
+    text = event.text
+    app.dialogue.record.ask(text, "tiny")
+    raise RuntimeError("no way on")
+def feed(parser, data):
+    if b"\\r" in data.encode():
+        raise RuntimeError("no way on")
+    return known(parser, data)
+known = TerminalParser.feed
+WHAT
+return run_app(ChatApp(FakeEngine().open, Settings()))
+"""
+
+
+@pytest.mark.parametrize("what", ["ChatApp.on_prompt_sent = ask", "TerminalParser.feed = feed"])
+def test_after_an_error_of_the_screen_nothing_of_the_conversation_is_on_the_terminal(
+    program: Callable[..., Terminal], what: str
+) -> None:
+    is_asked = what.endswith("ask")
+    terminal = program(FAILING.replace("WHAT", what))
+    terminal.wait_for("Ask anything")
+    terminal.type("marigold")
+    terminal.wait_for("marigold")
+    terminal.type("\r")
+    assert terminal.wait_for_exit() == os.EX_SOFTWARE
+    terminal.assert_sane()
+    last_words = terminal.output.rpartition(b"\x1b[?1049l")[2].decode()
+    assert "Traceback" not in last_words
+    assert "marigold" not in last_words
+    assert f"What is known of it: {paths.log_file()}" in last_words
+    assert last_words.count("\n") == 1 + is_asked
+    assert ("tqchat --resume " in last_words) == is_asked
+    log = paths.log_file().read_text()
+    assert "RuntimeError: no way on" in log
+    assert "marigold" not in log
+
+
 def test_what_is_typed_early_is_in_the_prompt(program: Callable[..., Terminal]) -> None:
     terminal = program(SCREEN)
     terminal.wait_for("starting")

@@ -108,8 +108,12 @@ def answer(
                     if turn is not None:
                         turn.stream(text)
                     tell(channels.feed(text))
-                case Failed(_, reason):
+                case Failed(_, reason, excess):
                     status.clear()
+                    if excess:
+                        reason += " Give a shorter text, or choose a model with a larger context."
+                    if excess and session is not None:
+                        reason += " Or begin a new conversation: leave out --continue or --resume."
                     print(f"tqchat: {reason}", file=sys.stderr)
                     return 2
                 case Finished(text=text):
@@ -184,6 +188,9 @@ def _report(finished: Finished, text: str, thought: str, as_json: bool, stats: b
         print()
         if thought and not text:
             why = "The model thought and did not answer; --json shows what it thought."
+            print(f"tqchat: {why}", file=sys.stderr)
+        if finished.reason == "repetition":
+            why = "Stopped, it only repeated itself. --repetition-penalty 1.1 may help."
             print(f"tqchat: {why}", file=sys.stderr)
     if stats:
         print(

@@ -129,6 +129,7 @@ def pull(name: str) -> int:
     progress = Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
     try:
         ref = resolve(name)
+        here = ref.path or next((one.path for one in installed() if one.name == ref.name), None)
         with progress:
             task = progress.add_task(ref.name, total=None)
 
@@ -141,8 +142,12 @@ def pull(name: str) -> int:
                 )
 
             path = fetch(ref, fetched, lambda: False, update=True)
+            if path == here:
+                progress.live.transient = True
     except ModelError as error:
         print(f"tqchat: {error}", file=sys.stderr)
         return 2
+    if path == here:
+        print("It is on this machine already:", file=sys.stderr)
     print(path)
     return 0

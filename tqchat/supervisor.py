@@ -1,4 +1,4 @@
-"""A process that stays outside the screen, for faults inside it that nothing can catch.
+"""A process that stays outside the screen, for faults inside it that nothing catches.
 
 MLX ends the process when the GPU fails or is out of memory. So the screen runs in a child, and this
 parent, which does nothing but wait, restores the terminal, says where the log is and how to go on.
@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+import traceback
 from ast import literal_eval
 from collections.abc import Callable
 from types import FrameType
@@ -44,7 +45,8 @@ _Settings = list[Any]
 
 
 def supervise(run: Callable[[], int]) -> int:
-    """`run` in a child process; returns its exit code, or 128 and the signal that ended it.
+    """`run` in a child process; returns its exit code, os.EX_SOFTWARE if it raised an exception, or
+    128 and the signal that ended it.
 
     To be called before anything large is imported, from the main thread, with a terminal at stdin
     and stdout.
@@ -75,15 +77,20 @@ def supervise(run: Callable[[], int]) -> int:
     status, passed_on = _wait(child, settings)
     _restore(settings, _screen_is_on())
     if os.WIFEXITED(status):
-        return os.WEXITSTATUS(status)
+        code = os.WEXITSTATUS(status)
+        if code == os.EX_SOFTWARE:
+            print(_report("an error of its own", began), file=sys.stderr)
+        return code
     ended_by = os.WTERMSIG(status)
     if ended_by not in passed_on:
-        print(_report(ended_by, began), file=sys.stderr)
+        name = f"{signal.Signals(ended_by).name}: {signal.strsignal(ended_by)}"
+        print(_report(name, began), file=sys.stderr)
     return 128 + ended_by
 
 
 def _in_child(run: Callable[[], int], alive: int, settings: _Settings) -> int:
-    """What native code writes to stderr goes to the log file; Python keeps the terminal.
+    """What native code writes to stderr goes to the log file, and so does the traceback of what
+    nobody caught; Python keeps the terminal.
 
     `alive` is the end of a pipe to read from; the other end closes with the parent.
     """
@@ -100,7 +107,12 @@ def _in_child(run: Callable[[], int], alive: int, settings: _Settings) -> int:
         faulthandler.enable(2)
     threading.Thread(target=_end_with_parent, args=(alive, settings), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-    return run()
+    try:
+        return run()
+    except Exception:
+        with open(2, "w", errors="replace", closefd=False) as file:
+            traceback.print_exc(file=file)
+        return os.EX_SOFTWARE
 
 
 def _end_with_parent(alive: int, settings: _Settings) -> None:
@@ -176,9 +188,8 @@ def _restore(settings: _Settings, switch_off: bool) -> None:
         termios.tcsetattr(0, termios.TCSANOW, settings)
 
 
-def _report(number: int, began: float) -> str:
-    name = signal.Signals(number).name
-    text = f"tqchat ended unexpectedly ({name}: {signal.strsignal(number)})."
+def _report(why: str, began: float) -> str:
+    text = f"tqchat ended unexpectedly ({why})."
     with contextlib.suppress(OSError):
         text += f" What is known of it: {paths.log_file()}"
     if session_id := _last_session(began):

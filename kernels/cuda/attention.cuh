@@ -1,4 +1,4 @@
-// Decode attention on an int4 cache as it lies: sealed tiles, tail and sink, 1 to 8 query tokens.
+// Decode attention on a quantised cache as it lies: sealed tiles, tail and sink, 1 to 8 query tokens.
 //
 // A block of threads takes one KV head, one share of the sequence and up to 8 * TILES_N query rows
 // (heads that share the KV head times query tokens), so that every byte of the cache is read once
@@ -17,6 +17,7 @@
 //   32 G  V codes: [group][lane] 4 words i, tokens 8i+2j (low half) and 8i+2j+1; channels 4g..4g+3
 //    4 G  V scales: [group][j] 4 pairs i, tokens 8i+2j and 8i+2j+1
 //    4 G  V mids, likewise
+// With codes of 3 bits each 4 words of codes are 3 (see `Codes`).
 #pragma once
 
 #include "warp.cuh"
@@ -197,19 +198,19 @@ DEVICE void mask_tokens(float (&scores)[4], const Visible& visible, int first_ro
 }
 
 // One tile, already in shared memory. `done` is called once nothing more is read from there.
-template <int D, int TILES_N, bool SOFTCAP, class Done>
+template <int BITS, int D, int TILES_N, bool SOFTCAP, class Done>
 DEVICE void attend_tile(AttentionState<D, TILES_N>& state, const Queries<D, TILES_N>& queries,
                         const Scoring<SOFTCAP>& scoring, const Visible& visible,
                         const unsigned char* tile, int position, int first_row, int lane,
                         Done done) {
-  constexpr int G = D / 32;
+  constexpr int G = D / 32, OFFSET = 1 << (BITS - 1);
   constexpr bool EARLY = D <= 128;  // V waits in registers, so the buffer is free before softmax
   const int g = lane >> 2, j = lane & 3;
-  const Words4* k_codes = reinterpret_cast<const Words4*>(tile);
-  const Words4* k_scales = k_codes + 32 * G;
+  const u32* k_codes = reinterpret_cast<const u32*>(tile);
+  const Words4* k_scales = reinterpret_cast<const Words4*>(k_codes + BITS * D);
   const Words4* k_mids = k_scales + 4 * G;
-  const Words4* v_codes = k_mids + 4 * G;
-  const Words4* v_scales = v_codes + 32 * G;
+  const u32* v_codes = k_codes + (BITS + 1) * D;
+  const Words4* v_scales = reinterpret_cast<const Words4*>(v_codes + BITS * D);
   const Words4* v_mids = v_scales + 4 * G;
 
   float sums[TILES_N][2][2][4], mids[TILES_N][2][4];
@@ -222,7 +223,7 @@ DEVICE void attend_tile(AttentionState<D, TILES_N>& state, const Queries<D, TILE
 
 #pragma unroll
   for (int group = 0; group < G; group++) {
-    const Words4 codes = k_codes[group * 32 + lane];
+    const Words4 codes = load_codes<BITS>(k_codes, group * 32 + lane).wide();
     const Words4 scale = k_scales[group * 4 + j], mid = k_mids[group * 4 + j];
     u32 query[TILES_N][4];
 #pragma unroll
@@ -236,8 +237,8 @@ DEVICE void attend_tile(AttentionState<D, TILES_N>& state, const Queries<D, TILE
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       u32 a[4], b[4];
-      unpack_nibbles<8>(codes.w[2 * t], a);
-      unpack_nibbles<8>(codes.w[2 * t + 1], b);
+      unpack_nibbles<OFFSET>(codes.w[2 * t], a);
+      unpack_nibbles<OFFSET>(codes.w[2 * t + 1], b);
 #pragma unroll
       for (int n = 0; n < TILES_N; n++) {
         mma(sums[n][t][0], a[0], b[0], a[1], b[1], query[n][0], query[n][1]);
@@ -246,14 +247,15 @@ DEVICE void attend_tile(AttentionState<D, TILES_N>& state, const Queries<D, TILE
     }
   }
 
-  Words4 codes[EARLY ? G : 1], scales[EARLY ? G : 1], value_mids[AttentionState<D, TILES_N>::MID_TILES];
+  Codes<BITS> codes[EARLY ? G : 1];
+  Words4 scales[EARLY ? G : 1], value_mids[AttentionState<D, TILES_N>::MID_TILES];
 #pragma unroll
   for (int i = 0; i < AttentionState<D, TILES_N>::MID_TILES; i++)
     value_mids[i] = v_mids[min(8 * i + g, G - 1) * 4 + j];
   if constexpr (EARLY) {
 #pragma unroll
     for (int group = 0; group < G; group++) {
-      codes[group] = v_codes[group * 32 + lane];
+      codes[group] = load_codes<BITS>(v_codes, group * 32 + lane);
       scales[group] = v_scales[group * 4 + j];
     }
     done();
@@ -291,13 +293,14 @@ DEVICE void attend_tile(AttentionState<D, TILES_N>& state, const Queries<D, TILE
 
 #pragma unroll
   for (int group = 0; group < G; group++) {
-    const Words4 code = EARLY ? codes[EARLY ? group : 0] : v_codes[group * 32 + lane];
+    const Words4 code =
+        (EARLY ? codes[EARLY ? group : 0] : load_codes<BITS>(v_codes, group * 32 + lane)).wide();
     const Words4 scale = EARLY ? scales[EARLY ? group : 0] : v_scales[group * 4 + j];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       u32 a[4], b[4];
-      unpack_nibbles<8>(code.w[2 * t], a);
-      unpack_nibbles<8>(code.w[2 * t + 1], b);
+      unpack_nibbles<OFFSET>(code.w[2 * t], a);
+      unpack_nibbles<OFFSET>(code.w[2 * t + 1], b);
 #pragma unroll
       for (int n = 0; n < TILES_N; n++) {
         const u32 first = mul2(weights[n][2 * t], scale.w[2 * t]);
@@ -476,9 +479,9 @@ struct SharedState {
   }
 };
 
-template <int D, int TILES_N, int WARPS, int STAGES>
+template <int BITS, int D, int TILES_N, int WARPS, int STAGES>
 struct AttentionMemory {
-  static constexpr int TILE_BYTES = 40 * D, RING_BYTES = STAGES * TILE_BYTES;
+  static constexpr int TILE_BYTES = 8 * (BITS + 1) * D, RING_BYTES = STAGES * TILE_BYTES;
   static constexpr int BARRIERS = WARPS * RING_BYTES;
   static constexpr int QUERIES = BARRIERS + WARPS * STAGES * 8;
   static constexpr int BYTES = QUERIES + (D > 256 ? TILES_N * D * 16 : 0);
@@ -490,12 +493,12 @@ struct AttentionMemory {
 // partial: per query row and split D floats, then per row and split the maximum and the sum.
 // new_k, new_v (KV heads, query tokens, D): where given, they are the newest of the tokens that
 // `lengths` counts, and are written to the tail, which does not hold them yet.
-template <int D, int TILES_N, int WARPS, int STAGES, bool SOFTCAP, class T, class C>
+template <int BITS, int D, int TILES_N, int WARPS, int STAGES, bool SOFTCAP, class T, class C>
 DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C* sink_k,
                    const C* sink_v, C* tail_k, C* tail_v, const C* new_k, const C* new_v,
                    const int* lengths, const float* options, float* partial, AttentionShape shape,
                    int sink_capacity, int tail_capacity) {
-  using Memory = AttentionMemory<D, TILES_N, WARPS, STAGES>;
+  using Memory = AttentionMemory<BITS, D, TILES_N, WARPS, STAGES>;
   using Shared = SharedState<D, TILES_N>;
   constexpr int G = D / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, j = lane & 3;
@@ -596,9 +599,10 @@ DEVICE void attend(unsigned char* memory, const T* q, const u32* tiles, const C*
     attend_dense(state, queries, scoring, visible, dense, i * DENSE_TOKENS, first_row, lane);
   for (int i = 0; i < n_tiles; i++) {
     ring.wait();
-    attend_tile(state, queries, scoring, visible, ring_memory + ring.stage * Memory::TILE_BYTES,
-                n_sink + BLOCK_TOKENS * (first_tile + i * WARPS), first_row, lane,
-                [&] { ring.release(tile_address(i + STAGES), i + STAGES < n_tiles); });
+    attend_tile<BITS>(state, queries, scoring, visible,
+                      ring_memory + ring.stage * Memory::TILE_BYTES,
+                      n_sink + BLOCK_TOKENS * (first_tile + i * WARPS), first_row, lane,
+                      [&] { ring.release(tile_address(i + STAGES), i + STAGES < n_tiles); });
     ring.advance();
   }
 

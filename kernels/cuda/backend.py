@@ -1,4 +1,4 @@
-"""The backend for NVIDIA GPUs: fused attention on the int4 cache, products with few rows.
+"""The backend for NVIDIA GPUs: fused attention on the quantised cache, products with few rows.
 
 Everything else is MLX's own. Tiles are in the order that attention.cuh describes.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tqchat.kernels import codec
 from tqchat.kernels.backend import Backend
 from tqchat.kernels.cuda.device import build, device
 from tqchat.kernels.layout import BLOCK, MAX_DECODE_TOKENS, tile_bytes, tile_words
@@ -43,8 +44,8 @@ class CUDA(Backend):
     compiles_steps = True
     derives_keys = False
 
-    def __init__(self, dtype: mx.Dtype = mx.float16) -> None:
-        super().__init__(dtype)
+    def __init__(self, dtype: mx.Dtype = mx.float16, kv_bits: int = 4) -> None:
+        super().__init__(dtype, kv_bits=kv_bits)
 
     # Layers
 
@@ -73,11 +74,12 @@ class CUDA(Backend):
     def seal(self, k: Array, v: Array) -> Array:
         n_kv_heads, tokens, head_dim = k.shape
         n = tokens // BLOCK
+        shape = (n_kv_heads, n, tile_words(head_dim, self.kv_bits))
         if n == 0:
-            return mx.zeros((n_kv_heads, 0, tile_words(head_dim)), mx.uint32)
-        tiles: Array = _seal_kernel(head_dim, k.dtype)(
+            return mx.zeros(shape, mx.uint32)
+        tiles: Array = _seal_kernel(self.kv_bits, head_dim, k.dtype)(
             inputs=[k, v.astype(k.dtype)],
-            output_shapes=[(n_kv_heads, n, tile_words(head_dim))],
+            output_shapes=[shape],
             output_dtypes=[mx.uint32],
             grid=(n * CODEC_THREADS, n_kv_heads, 1),
             threadgroup=(CODEC_THREADS, 1, 1),
@@ -89,7 +91,7 @@ class CUDA(Backend):
 
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         n_kv_heads, n, words = tiles.shape
-        none = mx.zeros((n_kv_heads, 1, words // 10), self.dtype)
+        none = mx.zeros((n_kv_heads, 1, words // (2 * (self.kv_bits + 1))), self.dtype)
         return self._gather(KVView(none, none, tiles, none, none, 0, n, 0), none, none, 0)
 
     def _held(self, view: KVView) -> tuple[Array, Array]:
@@ -98,12 +100,13 @@ class CUDA(Backend):
     def _gather(self, view: KVView, k: Array, v: Array, new: int) -> tuple[Array, Array]:
         """K and V of what `view` holds, followed by the first `new` tokens of k and v."""
         n_kv_heads, _, words = view.tiles.shape
-        head_dim, length = words // 10, view.length + new
+        head_dim, length = words // (2 * (self.kv_bits + 1)), view.length + new
         shape = (n_kv_heads, length, head_dim)
         if length == 0:
             return mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)
         dense = view.n_sink + view.n_tail + new
-        gathered_k, gathered_v = _gather_kernel(head_dim, self.dtype, view.tail_k.dtype, k.dtype)(
+        gather = _gather_kernel(self.kv_bits, head_dim, self.dtype, view.tail_k.dtype, k.dtype)
+        gathered_k, gathered_v = gather(
             inputs=[
                 view.tiles,
                 view.sink_k,
@@ -122,53 +125,14 @@ class CUDA(Backend):
         return gathered_k, gathered_v
 
     def to_canonical(self, tiles: Array, k_is_v: bool = False) -> mx.array:
-        heads, n, words = tiles.shape
-        dim, groups = words // 10, words // 320
-        if n == 0:
-            return tiles
-        k_codes, k_scales, k_mids, v_codes, v_scales, v_mids = _split(tiles, dim)
-        # k_codes: [group][g][j][i], token 8 i + g, word 4 group + j of the token.
-        k_codes = k_codes.reshape(heads, n, groups, 8, 4, 4).transpose(0, 1, 5, 3, 2, 4)
-        # Half words [group][j][p][high]: channel 32 group + 8 j + 4 high + p.
-        k_scales, k_mids = (
-            _halves(x).reshape(heads, n, groups, 4, 4, 2).swapaxes(-1, -2).reshape(heads, n, dim)
-            for x in (k_scales, k_mids)
-        )
-        # Half words [group][g][j][i][odd]: token 8 i + 2 j + odd, channels 32 group + 4 g.
-        v_codes = _halves(v_codes).reshape(heads, n, groups, 8, 4, 4, 2)
-        v_codes = v_codes.transpose(0, 1, 5, 4, 6, 2, 3).reshape(heads, n, -1)
-        # Half words [group][j][i][odd].
-        v_scales, v_mids = (
-            _halves(x)
-            .reshape(heads, n, groups, 4, 4, 2)
-            .transpose(0, 1, 4, 3, 5, 2)
-            .reshape(heads, n, dim)
-            for x in (v_scales, v_mids)
-        )
-        parts = [
-            k_codes.reshape(heads, n, -1),
-            _words(mx.stack([k_scales, k_mids], axis=-1)),
-            _words(v_codes),
-            _words(mx.stack([v_scales, v_mids], axis=-1)),
-        ]
-        return mx.concatenate(parts, axis=-1)
+        if self.kv_bits == 4:
+            return _to_canonical(tiles)
+        return codec.narrow_tiles(_to_canonical(codec.widen_tiles(tiles)))
 
     def from_canonical(self, tiles: mx.array, k_is_v: bool = False) -> Array:
-        heads, n, words = tiles.shape
-        dim, groups = words // 10, words // 320
-        if n == 0:
-            return tiles
-        k_codes, k_params, v_codes, v_params = mx.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
-        k_codes = k_codes.reshape(heads, n, 4, 8, groups, 4).transpose(0, 1, 4, 3, 5, 2)
-        k_params = _halves(k_params).reshape(heads, n, groups, 4, 2, 4, 2)
-        k_params = k_params.transpose(0, 1, 6, 2, 3, 5, 4)
-        v_codes = _halves(v_codes).reshape(heads, n, 4, 4, 2, groups, 8)
-        v_codes = v_codes.transpose(0, 1, 5, 6, 3, 2, 4)
-        v_params = _halves(v_params).reshape(heads, n, 4, 4, 2, groups, 2)
-        v_params = v_params.transpose(0, 1, 6, 5, 3, 2, 4)
-        parts = [k_codes, *(_words(x) for x in (k_params, v_codes, v_params))]
-        parts = [part.reshape(heads, n, -1) for part in parts]
-        return mx.concatenate(parts, axis=-1)
+        if self.kv_bits == 4:
+            return _from_canonical(tiles)
+        return codec.narrow_tiles(_from_canonical(codec.widen_tiles(tiles)))
 
     def attend(
         self,
@@ -183,7 +147,7 @@ class CUDA(Backend):
         if not _supported(q):
             out: Array = super().attend(q, view, scale, softcap=softcap, sinks=sinks, window=window)
             return out
-        return _attend(q, [], view, scale, softcap, sinks, window)
+        return _attend(self.kv_bits, q, [], view, scale, softcap, sinks, window)
 
     def append_and_attend(
         self,
@@ -206,33 +170,61 @@ class CUDA(Backend):
         if not _supported(q):
             raise ValueError(f"no kernel for queries of shape {q.shape}")
         new = [x.astype(view.tail_k.dtype) for x in (k, v)]
-        return _attend(q, new, view, scale, softcap, sinks, window)
+        return _attend(self.kv_bits, q, new, view, scale, softcap, sinks, window)
 
 
-class PlainCacheCUDA(CUDA):
-    """CUDA's products with MLX's own operations on the cache: its kernels have codes of 4 bits."""
+# The order of tiles, with codes of 4 bits
 
-    name = "CUDA kernels, plain cache"
-    note = (
-        "A cache with codes of 3 bits has no CUDA kernel: every token writes the past out in 16 "
-        "bits, layer by layer, which is slow. int4 and fp16 are fast."
+
+def _to_canonical(tiles: mx.array) -> mx.array:
+    heads, n, words = tiles.shape
+    dim, groups = words // 10, words // 320
+    if n == 0:
+        return tiles
+    k_codes, k_scales, k_mids, v_codes, v_scales, v_mids = _split(tiles, dim)
+    # k_codes: [group][g][j][i], token 8 i + g, word 4 group + j of the token.
+    k_codes = k_codes.reshape(heads, n, groups, 8, 4, 4).transpose(0, 1, 5, 3, 2, 4)
+    # Half words [group][j][p][high]: channel 32 group + 8 j + 4 high + p.
+    k_scales, k_mids = (
+        _halves(x).reshape(heads, n, groups, 4, 4, 2).swapaxes(-1, -2).reshape(heads, n, dim)
+        for x in (k_scales, k_mids)
     )
-    compiles_steps = False
+    # Half words [group][g][j][i][odd]: token 8 i + 2 j + odd, channels 32 group + 4 g.
+    v_codes = _halves(v_codes).reshape(heads, n, groups, 8, 4, 4, 2)
+    v_codes = v_codes.transpose(0, 1, 5, 4, 6, 2, 3).reshape(heads, n, -1)
+    # Half words [group][j][i][odd].
+    v_scales, v_mids = (
+        _halves(x)
+        .reshape(heads, n, groups, 4, 4, 2)
+        .transpose(0, 1, 4, 3, 5, 2)
+        .reshape(heads, n, dim)
+        for x in (v_scales, v_mids)
+    )
+    parts = [
+        k_codes.reshape(heads, n, -1),
+        _words(mx.stack([k_scales, k_mids], axis=-1)),
+        _words(v_codes),
+        _words(mx.stack([v_scales, v_mids], axis=-1)),
+    ]
+    return mx.concatenate(parts, axis=-1)
 
-    def __init__(self, dtype: mx.Dtype = mx.float16, kv_bits: int = 3) -> None:
-        super().__init__(dtype)
-        self.kv_bits = kv_bits
 
-    seal = Backend.seal
-    unseal = Backend.unseal
-    gather = Backend.gather
-    _held = Backend._held
-    to_canonical = Backend.to_canonical
-    from_canonical = Backend.from_canonical
-    attend = Backend.attend
-
-
-# The order of tiles
+def _from_canonical(tiles: mx.array) -> mx.array:
+    heads, n, words = tiles.shape
+    dim, groups = words // 10, words // 320
+    if n == 0:
+        return tiles
+    k_codes, k_params, v_codes, v_params = mx.split(tiles, [4 * dim, 5 * dim, 9 * dim], axis=-1)
+    k_codes = k_codes.reshape(heads, n, 4, 8, groups, 4).transpose(0, 1, 4, 3, 5, 2)
+    k_params = _halves(k_params).reshape(heads, n, groups, 4, 2, 4, 2)
+    k_params = k_params.transpose(0, 1, 6, 2, 3, 5, 4)
+    v_codes = _halves(v_codes).reshape(heads, n, 4, 4, 2, groups, 8)
+    v_codes = v_codes.transpose(0, 1, 5, 6, 3, 2, 4)
+    v_params = _halves(v_params).reshape(heads, n, 4, 4, 2, groups, 2)
+    v_params = v_params.transpose(0, 1, 6, 5, 3, 2, 4)
+    parts = [k_codes, *(_words(x) for x in (k_params, v_codes, v_params))]
+    parts = [part.reshape(heads, n, -1) for part in parts]
+    return mx.concatenate(parts, axis=-1)
 
 
 def _split(tiles: Array, dim: int) -> list[Array]:
@@ -267,15 +259,16 @@ class Plan:
 
 
 @cache
-def _plan(head_dim: int, rows: int, n_kv_heads: int) -> Plan:
+def _plan(kv_bits: int, head_dim: int, rows: int, n_kv_heads: int) -> Plan:
     tiles_n = 2 if rows > 8 and head_dim <= 128 else 1
     row_groups = -(-rows // (8 * tiles_n))
-    stages = max(2, RING_BYTES // tile_bytes(head_dim))
+    tile = tile_bytes(head_dim, kv_bits)
+    # At the end a warp's rows, with their maxima and sums, take the place of its tiles.
+    results = 8 * tiles_n * (head_dim + 10) * 4
+    stages = max(2, RING_BYTES // tile, -(-results // tile))
     queries = 16 * tiles_n * head_dim if head_dim > 256 else 0
     warps = 8
-    while (
-        shared := warps * stages * (tile_bytes(head_dim) + 8) + queries
-    ) > device().shared_memory:
+    while (shared := warps * stages * (tile + 8) + queries) > device().shared_memory:
         warps //= 2
     # One block of threads per multiprocessor: a second wave costs more than an idle one.
     splits = max(1, device().multiprocessors // (n_kv_heads * row_groups))
@@ -299,6 +292,7 @@ def _supported(q: Array) -> bool:
 
 
 def _attend(
+    kv_bits: int,
     q: Array,
     new: list[Array],
     view: KVView,
@@ -309,9 +303,9 @@ def _attend(
 ) -> Array:
     n_heads, tokens, head_dim = q.shape
     n_kv_heads = view.tiles.shape[0]
-    plan = _plan(head_dim, n_heads // n_kv_heads * tokens, n_kv_heads)
+    plan = _plan(kv_bits, head_dim, n_heads // n_kv_heads * tokens, n_kv_heads)
     attend = _attend_kernel(
-        head_dim, plan, softcap is not None, bool(new), q.dtype, view.tail_k.dtype
+        kv_bits, head_dim, plan, softcap is not None, bool(new), q.dtype, view.tail_k.dtype
     )
     lengths = view.lengths
     if lengths is None:
@@ -347,9 +341,16 @@ def _attend(
 
 @cache
 def _attend_kernel(
-    head_dim: int, plan: Plan, softcap: bool, new: bool, dtype: mx.Dtype, cache_dtype: mx.Dtype
+    kv_bits: int,
+    head_dim: int,
+    plan: Plan,
+    softcap: bool,
+    new: bool,
+    dtype: mx.Dtype,
+    cache_dtype: mx.Dtype,
 ) -> Any:
-    cut = f"{head_dim}, {plan.tiles_n}, {plan.warps}, {plan.stages}, {str(softcap).lower()}"
+    cut = f"{kv_bits}, {head_dim}, {plan.tiles_n}, {plan.warps}, {plan.stages}"
+    cut += f", {str(softcap).lower()}"
     held = TYPES[cache_dtype]
     new_k, new_v = ("k", "v") if new else (f"(const {held}*)nullptr",) * 2
     return build(
@@ -386,11 +387,11 @@ def _merge_kernel(head_dim: int, dtype: mx.Dtype, sinks: mx.Dtype | None) -> Any
 
 
 @cache
-def _seal_kernel(head_dim: int, dtype: mx.Dtype) -> Any:
+def _seal_kernel(kv_bits: int, head_dim: int, dtype: mx.Dtype) -> Any:
     return build(
-        f"seal_{head_dim}_{_suffix(dtype)}",
+        f"seal_{kv_bits}_{head_dim}_{_suffix(dtype)}",
         "codec.cuh",
-        f"tq::seal<{head_dim}, {CODEC_THREADS}>(k, v, tiles);",
+        f"tq::seal<{kv_bits}, {head_dim}, {CODEC_THREADS}>(k, v, tiles);",
         ["k", "v"],
         ["tiles"],
         CODEC_THREADS,
@@ -398,13 +399,15 @@ def _seal_kernel(head_dim: int, dtype: mx.Dtype) -> Any:
 
 
 @cache
-def _gather_kernel(head_dim: int, dtype: mx.Dtype, cache_dtype: mx.Dtype, new: mx.Dtype) -> Any:
+def _gather_kernel(
+    kv_bits: int, head_dim: int, dtype: mx.Dtype, cache_dtype: mx.Dtype, new: mx.Dtype
+) -> Any:
     return build(
-        f"gather_{head_dim}_{_suffix(dtype)}_{_suffix(cache_dtype)}_{_suffix(new)}",
+        f"gather_{kv_bits}_{head_dim}_{_suffix(dtype)}_{_suffix(cache_dtype)}_{_suffix(new)}",
         "codec.cuh",
-        f"tq::gather<{head_dim}, {CODEC_THREADS}>(tiles, tiles_shape[1], sink_k, sink_v, "
-        "sink_k_shape[1], tail_k, tail_v, tail_k_shape[1], k, v, k_shape[1], lengths, "
-        "out_k, out_v);",
+        f"tq::gather<{kv_bits}, {head_dim}, {CODEC_THREADS}>(tiles, tiles_shape[1], "
+        "sink_k, sink_v, sink_k_shape[1], tail_k, tail_v, tail_k_shape[1], k, v, k_shape[1], "
+        "lengths, out_k, out_v);",
         ["tiles", "sink_k", "sink_v", "tail_k", "tail_v", "k", "v", "lengths"],
         ["out_k", "out_v"],
         CODEC_THREADS,

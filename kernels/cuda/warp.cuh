@@ -1,5 +1,5 @@
-// What the kernels here share: 16-byte vectors, fp16 arithmetic on packed pairs, tensor-core
-// products, asynchronous copies. For nvcc and NVRTC, from compute capability 8.0.
+// What the kernels here share: 16-byte vectors, fp16 arithmetic on packed pairs, a ring of buffers in
+// shared memory. For nvcc and NVRTC, from compute capability 8.0.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,80 +39,33 @@ struct Is16<__nv_bfloat16> {
   static constexpr bool half = false, bfloat = true;
 };
 
+}  // namespace tq
+
+#include "instructions.cuh"
+
+namespace tq {
+
 // Packed pairs
 
-DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
-  u32 d;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
-  return d;
-}
 DEVICE u32 low_halves(u32 a, u32 b) { return select_bytes(a, b, 0x5410); }
 DEVICE u32 high_halves(u32 a, u32 b) { return select_bytes(a, b, 0x7632); }
 
-DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
-  u32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
-  return d;
-}
-
-DEVICE u32 mul2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEVICE u32 add2(u32 a, u32 b) {
-  u32 d;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-DEVICE u32 fma2_bf16(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
 // Two floats as fp16, saturated to its finite range.
 DEVICE u32 pack_half2(float low, float high) {
-  low = fminf(fmaxf(low, -65504.f), 65504.f);
-  high = fminf(fmaxf(high, -65504.f), 65504.f);
-  u32 d;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-DEVICE u32 pack_bf162(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
+  return to_half2(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
 }
 template <class T>
 DEVICE u32 pack2(float low, float high) {
-  return Is16<T>::bfloat ? pack_bf162(low, high) : pack_half2(low, high);
+  return Is16<T>::bfloat ? to_bf162(low, high) : pack_half2(low, high);
 }
 
 template <class T>
 DEVICE float low_float(u32 a) {
-  if constexpr (Is16<T>::bfloat) {
-    return __uint_as_float(a << 16);
-  } else {
-    float d;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(d) : "r"(a));
-    return d;
-  }
+  return Is16<T>::bfloat ? __uint_as_float(a << 16) : low_half(a);
 }
 template <class T>
 DEVICE float high_float(u32 a) {
-  if constexpr (Is16<T>::bfloat) {
-    return __uint_as_float(a & 0xffff0000u);
-  } else {
-    float d;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(d) : "r"(a));
-    return d;
-  }
+  return Is16<T>::bfloat ? __uint_as_float(a & 0xffff0000u) : high_half(a);
 }
 // A pair of T as a pair of fp16.
 template <class T>
@@ -120,20 +73,14 @@ DEVICE u32 as_half2(u32 a) {
   return Is16<T>::bfloat ? pack_half2(low_float<T>(a), high_float<T>(a)) : a;
 }
 
-DEVICE float exp2_fast(float a) {
-  float d;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));
-  return d;
-}
-
 // Eight nibbles to four pairs of fp16 (code - OFFSET); pair p holds nibbles p and p + 4.
-// 0x6400 is 1024 in fp16, whose lowest mantissa bit is worth 1.
+// 0x6400 is 1024 in fp16, whose lowest mantissa bit is worth 1; in 64's it is worth 1 / 16.
 template <int OFFSET>
 DEVICE void unpack_nibbles(u32 word, u32 (&pairs)[4]) {
   constexpr u32 exponent = 0x64006400u, sixteenth = 0x2c002c00u;
-  constexpr u32 low = OFFSET == 8 ? 0xe408e408u : 0xe400e400u;   // -1024 - OFFSET
-  constexpr u32 high = OFFSET == 8 ? 0xd480d480u : 0xd400d400u;  // -64 - OFFSET
-  static_assert(OFFSET == 0 || OFFSET == 8);
+  constexpr u32 low = 0xe400e400u + OFFSET * 0x00010001u;   // -1024 - OFFSET
+  constexpr u32 high = 0xd400d400u + OFFSET * 0x00100010u;  // -64 - OFFSET
+  static_assert(OFFSET < 64);
   const u32 upper = word >> 8;
   pairs[0] = add2(and_or(word, 0x000f000fu, exponent), low);
   pairs[1] = fma2(and_or(word, 0x00f000f0u, exponent), sixteenth, high);
@@ -141,74 +88,50 @@ DEVICE void unpack_nibbles(u32 word, u32 (&pairs)[4]) {
   pairs[3] = fma2(and_or(upper, 0x00f000f0u, exponent), sixteenth, high);
 }
 
-// The tensor core's 16 x 8 x 16 product, c += a b, in fp32. Lane 4 g + j holds
-//   a: (row g, columns 2j 2j+1), (g + 8, the same), (g, 2j+8 2j+9), (g + 8, 2j+8 2j+9)
-//   b: (rows 2j 2j+1, column g), (rows 2j+8 2j+9, column g)
-//   c: (row g, columns 2j 2j+1), (row g + 8, columns 2j 2j+1)
+// Four words of a tile's codes, which lie side by side. Codes of 3 bits leave the top bit of a nibble
+// free, so three words hold the fourth's nibbles in theirs, a bit in each.
+template <int BITS>
+struct Codes {
+  u32 w[BITS];
+  static_assert(BITS == 3 || BITS == 4);
+
+  DEVICE Words4 wide() const {
+    if constexpr (BITS == 4) {
+      return {{w[0], w[1], w[2], w[3]}};
+    } else {
+      constexpr u32 top = 0x88888888u;
+      const u32 last = (w[0] & top) >> 3 | (w[1] & top) >> 2 | (w[2] & top) >> 1;
+      return {{w[0] & ~top, w[1] & ~top, w[2] & ~top, last}};
+    }
+  }
+};
+// Fours number i of the codes at `from`.
+template <int BITS>
+DEVICE Codes<BITS> load_codes(const u32* from, int i) {
+  Codes<BITS> codes;
+  if constexpr (BITS == 4) {
+    const Words4 v = *reinterpret_cast<const Words4*>(from + 4 * i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) codes.w[k] = v.w[k];
+  } else {
+#pragma unroll
+    for (int k = 0; k < 3; k++) codes.w[k] = from[3 * i + k];
+  }
+  return codes;
+}
+
+// The tensor core's product on operands of type T; see `mma_half`.
 template <class T = __half>
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if constexpr (Is16<T>::bfloat) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    mma_bf16(c, a0, a1, a2, a3, b0, b1);
   } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    mma_half(c, a0, a1, a2, a3, b0, b1);
   }
-}
-
-// Transposes an 8 x 8 matrix of 16-bit numbers held a row per four lanes.
-DEVICE u32 transpose8x8(u32 a) {
-  u32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-
-// Memory
-
-DEVICE u32 shared_address(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
 DEVICE Words4 load16(const void* p) { return *static_cast<const Words4*>(p); }
 DEVICE Words2 load8(const void* p) { return *static_cast<const Words2*>(p); }
-
-// Read-only global memory that is used once.
-DEVICE Words4 stream16(const void* p) {
-  Words4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
-               : "l"(p));
-  return v;
-}
-DEVICE Words2 stream8(const void* p) {
-  Words2 v;
-  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.w[0]), "=r"(v.w[1]) : "l"(p));
-  return v;
-}
-
-// One thread's asynchronous copy of N bytes to shared memory, zeros where !there.
-template <int N>
-DEVICE void copy_async(u32 to, const void* from, bool there = true) {
-  const int bytes = there ? N : 0;
-  if constexpr (N == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(bytes),
-                 "n"(N)
-                 : "memory");
-  }
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most N of this thread's latest groups are still under way.
-template <int N>
-DEVICE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 
 // A warp's ring of STAGES buffers of BYTES in shared memory, filled in the order they are used.
 // Compute capability 9.0 copies in bulk, one instruction a buffer; before, every lane copies.
@@ -225,9 +148,8 @@ struct Ring {
       : buffers(shared_address(buffers_)), barriers(shared_address(barriers_)), lane(lane_) {
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-      for (int i = 0; i < STAGES; i++)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      for (int i = 0; i < STAGES; i++) barrier_init(barriers + i * 8);
+      barriers_visible();
     }
     __syncwarp();
 #endif
@@ -236,17 +158,7 @@ struct Ring {
   // Starts to fill buffer i; an absent source keeps the count of copies in step.
   DEVICE void fill(u32 i, const char* from, bool there) {
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0 && there) {
-      const u32 barrier = barriers + i * 8;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                   "r"(BYTES)
-                   : "memory");
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-          "[%3];" ::"r"(buffers + i * BYTES),
-          "l"(from), "r"(BYTES), "r"(barrier)
-          : "memory");
-    }
+    if (lane == 0 && there) copy_bulk<BYTES>(buffers + i * BYTES, from, barriers + i * 8);
 #else
     if (there)
       for (int at = lane * 16; at < BYTES; at += 512)
@@ -258,15 +170,7 @@ struct Ring {
   // Waits for the buffer that is next to be used.
   DEVICE void wait() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again_%=:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra ready_%=;\n"
-        "bra again_%=;\n"
-        "ready_%=:\n}" ::"r"(barriers + stage * 8),
-        "r"(parity)
-        : "memory");
+    barrier_wait(barriers + stage * 8, parity);
 #else
     copies_wait<STAGES - 1>();
     __syncwarp();

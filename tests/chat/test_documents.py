@@ -1,8 +1,10 @@
 """Files of every kind as text, or one line that says why not."""
 
 import os
+import socket
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -37,7 +39,7 @@ def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, text: str
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x7fELF\x02\x01\x01\x00\x00", os.urandom(5000), bytes(range(1, 256)) * 9]
+    "data", [b"\x7fELF\x02\x01\x01\x00\x00", Random(0).randbytes(5000), bytes(range(1, 256)) * 9]
 )
 def test_binary_files_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "program"
@@ -51,12 +53,43 @@ def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
         (tmp_path / "none", "No such file"),
         (tmp_path, "folder"),
         (Path("a\0b"), "not a file name"),
-        (Path("/dev/zero"), "larger than"),
     ]:
         with pytest.raises(ChatError, match=why) as caught:
             read_document(path)
         assert "\n" not in str(caught.value)
     assert LARGEST_BYTES == 64 << 20
+
+
+def test_what_is_no_regular_file_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    # The path of a socket may be only so long.
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        for path in (tmp_path / "pipe", tmp_path / "link", tmp_path / "socket", Path("/dev/tty")):
+            with pytest.raises(ChatError, match=r"is no regular file|cannot be read"):
+                read_document(path)
+
+
+def test_a_file_that_gives_no_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /proc/kmsg, which says that it is a regular file of size 0."""
+    (tmp_path / "kmsg").write_bytes(b"")
+
+    def wait(descriptor: int, n: int) -> bytes:
+        assert not os.get_blocking(descriptor)
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "read", wait)
+    with pytest.raises(ChatError, match="kmsg has no end"):
+        read_document(tmp_path / "kmsg")
+    monkeypatch.setattr(os, "read", lambda descriptor, n: b"a" * n)
+    with pytest.raises(ChatError, match="larger than"):
+        read_document(tmp_path / "kmsg")
 
 
 def test_a_pdf_is_read(tmp_path: Path) -> None:

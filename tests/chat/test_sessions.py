@@ -56,6 +56,24 @@ def test_a_conversation_comes_back_as_it_was() -> None:
     session.close()
 
 
+@pytest.mark.parametrize(
+    ("saved", "taken_up"),
+    [
+        ("Hm, hm.\n</think>\n\nYes.", "<think>\nHm, hm.\n</think>\n\nYes."),
+        ("</think>\n\nYes.", "<think>\n</think>\n\nYes."),
+        ("The tag </think> ends it.", "The tag </think> ends it."),
+        ("```\n<think>\n</think>\n```", "```\n<think>\n</think>\n```"),
+    ],
+)
+def test_a_thought_that_was_saved_without_its_opening_tag_is_one(saved: str, taken_up: str) -> None:
+    session = Session.create()
+    session.add_user(saved)
+    session.finish(saved)
+    session = reopened(session)
+    assert contents(session) == [("user", saved), ("assistant", taken_up)]
+    session.close()
+
+
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -187,6 +205,25 @@ def test_a_full_disk_leaves_what_was_written(monkeypatch: pytest.MonkeyPatch) ->
     session.close()
 
 
+def test_a_conversation_that_cannot_be_begun_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session.create()
+    session.close()
+    folders, descriptors = session.folder.parent, Path("/dev/fd")
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    n_open = len(list(descriptors.iterdir()))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(ChatError, match="No space"):
+            Session.create("a/model", "Be brief.")
+    assert list(folders.iterdir()) == [session.folder]
+    assert len(list(descriptors.iterdir())) == n_open
+
+
 def test_one_process_at_a_time() -> None:
     session = Session.create()
     session.add_user("Hello")
@@ -290,13 +327,29 @@ def test_export() -> None:
     session = Session.create("a/model", "Be brief.")
     session.add_user("What is 1 < 2?\n")
     session.finish("# True\n\nIndeed, it is.")
-    assert session.to_markdown().startswith("# What is 1 < 2?\n\n*a/model, 20")
+    assert session.transcript.to_markdown().startswith("# What is 1 < 2?\n\n*a/model, 20")
     order = ["## System prompt", "Be brief.", "## You", "1 < 2?", "## Answer", "Indeed, it is."]
-    text = session.to_markdown().split("*\n\n")[1]
+    text = session.transcript.to_markdown().split("*\n\n")[1]
     assert sorted(order, key=text.index) == order
-    value = json.loads(session.to_json())
+    value = json.loads(session.transcript.to_json(session.id))
     assert (value["id"], value["model"], value["system"]) == (session.id, "a/model", "Be brief.")
     assert [m["role"] for m in value["messages"]] == ["user", "assistant"]
+    session.close()
+
+
+@pytest.mark.parametrize("created", ["NaN", "Infinity", "-1e300", "1e300", "253402300800.0"])
+def test_times_that_cannot_be_and_titles_that_nothing_can_show(created: str) -> None:
+    session = Session.create()
+    session.close()
+    log = session.folder / "conversation.jsonl"
+    log.write_text(
+        f'{{"type": "session", "version": 1, "created": {created}}}\n'
+        '{"type": "title", "text": "Tides\\ud800\\u001b"}\n'
+    )
+    session = Session.open(session.id)
+    assert session.transcript.to_markdown().startswith("# Tides\n\n*tqchat, 1")
+    session.add_user("Hello")
+    assert session.title == "Tides"
     session.close()
 
 

@@ -17,7 +17,7 @@ PLATFORM = ("Linux", "x86_64")
 
 
 class ClangMissing(Exception):
-    """There is no compiler that can run Metal kernels here; the message says how to get one."""
+    """There is no compiler that can run GPU kernels here; the message says how to get one."""
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def find_clang() -> Path:
     Raises ClangMissing.
     """
     if (platform.system(), platform.machine()) != PLATFORM:
-        raise ClangMissing("the Metal emulator runs on Linux x86-64 only")
+        raise ClangMissing("the emulator of GPUs runs on Linux x86-64 only")
     names = [f"clang++-{version}" for version in range(30, OLDEST - 1, -1)] + ["clang++"]
     if chosen := os.environ.get("TQCHAT_CLANG"):
         names = [chosen]
@@ -38,13 +38,13 @@ def find_clang() -> Path:
             if version and int(version[1]) >= OLDEST:
                 return Path(path)
     raise ClangMissing(
-        f"the Metal kernels' tests need Clang {OLDEST} or newer: apt install clang-19 llvm-19, "
+        f"the tests of GPU kernels need Clang {OLDEST} or newer: apt install clang-19 llvm-19, "
         "or set TQCHAT_CLANG to the path of clang++"
     )
 
 
 def why_not() -> str:
-    """Why Metal kernels cannot be emulated here; empty if they can.
+    """Why GPU kernels cannot be emulated here; empty if they can.
 
     On a build server that is an error, for there nobody reads that tests were skipped.
 
@@ -67,4 +67,4 @@ def find_symbolizer() -> str | None:
 
 if __name__ == "__main__":
     if reason := why_not():
-        print(f"WARNING: the Metal kernels will NOT be tested: {reason}", file=sys.stderr)
+        print(f"WARNING: the GPU kernels will NOT be tested: {reason}", file=sys.stderr)

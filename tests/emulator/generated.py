@@ -1,6 +1,6 @@
-"""A stand-in for `mx.fast.metal_kernel` that runs the kernel in the emulator.
+"""Stand-ins for MLX's custom kernels that run in the emulator: what they share, and Metal's.
 
-The text that runs is the one MLX itself generates: signature, template and instantiation.
+The Metal text that runs is the one MLX itself generates: signature, template and instantiation.
 `metal_kernel(..., verbose=True)` prints it, and `mx.export_function` traces the call without
 needing a Metal device.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .kernel import Array, Dims, Kernel, KernelError, Report
+from .kernel import Array, Compiled, Dims, Kernel, KernelError, Report
 
 # MLX names its types so in what it generates, and defines them in what it puts before that.
 TYPES = "typedef half float16_t; typedef bfloat bfloat16_t;\n"
@@ -71,39 +71,39 @@ def to_mlx(array: Array, dtype: mx.Dtype) -> mx.array:
     return result.view(dtype) if dtype == mx.bfloat16 else result
 
 
-class EmulatedKernel:
-    """What `mx.fast.metal_kernel` returns, emulated: called the same way, returns MLX arrays.
+class Emulated:
+    """A kernel called as MLX's are; returns MLX arrays.
 
     orders: the kernel runs once in each, and every run must give the same bytes.
     edit: changes the generated text first; mutation tests use it.
+    written: inputs that the kernel writes, behind MLX's back.
     """
 
     def __init__(
         self,
-        name: str,
         input_names: Sequence[str],
         output_names: Sequence[str],
-        source: str,
-        header: str = "",
         *,
         checked: bool = True,
         orders: Sequence[int] = (0,),
         reduction_tree: int = 0,
         edit: Callable[[str], str] = lambda source: source,
-        **options: Any,
+        written: Sequence[str] = (),
     ) -> None:
         self.input_names, self.output_names = list(input_names), list(output_names)
         self.checked, self.orders, self.reduction_tree = checked, orders, reduction_tree
-        self.edit = edit
+        self.edit, self.written = edit, written
         self.report = Report()
         """Of the last run."""
-        self.generated = Generated("")
-        self._traced: Any = mx.fast.metal_kernel(
-            name=name, input_names=input_names, output_names=output_names, source=source,
-            header=header, **options,
-        )  # fmt: skip
-        self.compiled: dict[str, Kernel] = {}
+        self.compiled: dict[str, Compiled] = {}
         """By source text."""
+
+    def generate(self, call: dict[str, Any]) -> str:
+        """The text to run when called so."""
+        raise NotImplementedError
+
+    def compile(self, source: str) -> Compiled:
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -124,13 +124,9 @@ class EmulatedKernel:
         }  # fmt: skip
         if template:
             call["template"] = template
-        self.generated = generate(self._traced, call)
-        source = self.edit(self.generated.source)
+        source = self.edit(self.generate(call))
         if source not in self.compiled:
-            self.compiled[source] = Kernel(
-                TYPES + source, self.generated.name, self.generated.template_arguments,
-                checked=self.checked,
-            )  # fmt: skip
+            self.compiled[source] = self.compile(source)
         first: list[Array] = []
         for order in self.orders:
             outputs = self._run(self.compiled[source], order, arrays, call, init_value)
@@ -142,7 +138,7 @@ class EmulatedKernel:
 
     def _run(
         self,
-        kernel: Kernel,
+        kernel: Compiled,
         order: int,
         inputs: list[mx.array],
         call: dict[str, Any],
@@ -168,6 +164,43 @@ class EmulatedKernel:
         self.report = kernel(
             arguments, call["grid"], (min(tx, gx), min(ty, gy), min(tz, gz)),
             order=order, reduction_tree=self.reduction_tree,
-            initialised=() if init_value is None else self.output_names,
+            initialised=[*self.written, *(() if init_value is None else self.output_names)],
         )  # fmt: skip
+        for name, x in zip(self.input_names, inputs, strict=True):
+            if name in self.written:
+                x[...] = to_mlx(arguments[name], x.dtype)
         return outputs
+
+
+class EmulatedKernel(Emulated):
+    """What `mx.fast.metal_kernel` returns, emulated."""
+
+    def __init__(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        *,
+        ensure_row_contiguous: bool = True,
+        atomic_outputs: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_names, output_names, **options)
+        self.generated = Generated("")
+        self._traced: Any = mx.fast.metal_kernel(
+            name=name, input_names=input_names, output_names=output_names, source=source,
+            header=header, ensure_row_contiguous=ensure_row_contiguous,
+            atomic_outputs=atomic_outputs,
+        )  # fmt: skip
+
+    def generate(self, call: dict[str, Any]) -> str:
+        self.generated = generate(self._traced, call)
+        return self.generated.source
+
+    def compile(self, source: str) -> Compiled:
+        generated = self.generated
+        return Kernel(
+            TYPES + source, generated.name, generated.template_arguments, checked=self.checked
+        )

@@ -1,4 +1,4 @@
-"""Compiles a Metal kernel for the CPU and runs it, with the checks a GPU does not make."""
+"""Compiles a kernel for the CPU and runs it, with the checks a GPU does not make."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from . import arithmetic, vectors
 from .clang import find_clang, find_symbolizer
-from .translate import translate
+from .translate import Translation, translate
 
 Dims = tuple[int, int, int]
 Array = npt.NDArray[Any]
@@ -96,6 +96,8 @@ class _Launch(ctypes.Structure):
         ("reduction_tree", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
+        ("threadgroup_limit", ctypes.c_uint32),
+        ("flush_denormals", ctypes.c_uint32),
         ("entry", ctypes.c_void_p),
     )
 
@@ -141,25 +143,25 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
-class Kernel:
-    """One instantiation of a Metal kernel.
+class Compiled:
+    """A kernel in C++, compiled.
 
-    source: Metal text; may include MLX's headers, and files by absolute path.
-    name: of the kernel function. template_arguments: as text, like "half, 128".
     checked: build with checks and counts, about five times slower.
+    threadgroup_limit: bytes of threadgroup memory that there are.
+    flush_denormals: those of float32 count as zero.
 
-    Raises TranslationError and KernelError.
+    Raises KernelError.
     """
 
     def __init__(
         self,
-        source: str,
-        name: str,
-        template_arguments: str = "",
-        function_constants: Mapping[str, object] | None = None,
+        translation: Translation,
         checked: bool = True,
+        threadgroup_limit: int = 32 << 10,
+        flush_denormals: bool = True,
     ) -> None:
-        translation = translate(source, name, template_arguments, function_constants)
+        self._threadgroup_limit = threadgroup_limit
+        self._flush_denormals = flush_denormals
         self.buffers = translation.buffers
         self.checked = checked
         self._runtime = _runtime()
@@ -220,7 +222,8 @@ class Kernel:
         entry = ctypes.cast(self._library.msl_entry, ctypes.c_void_p)
         launch = _Launch(
             (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*threadgroup),
-            order, reduction_tree, self.checked, len(self._blocks), entry,
+            order, reduction_tree, self.checked, len(self._blocks),
+            self._threadgroup_limit, self._flush_denormals, entry,
         )  # fmt: skip
         if self._runtime.msl_launch(buffers, len(buffers), ctypes.byref(launch)):
             raise KernelError(self._located(self._runtime.msl_error().decode()))
@@ -251,3 +254,24 @@ class Kernel:
         command = [symbolizer, f"--obj={match[1]}", "--no-inlines", address]
         lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
         return error.replace(match[0], f"[{lines[1] if len(lines) > 1 else '?'}]")
+
+
+class Kernel(Compiled):
+    """One instantiation of a Metal kernel. Apple's GPUs take float32's denormals for zero.
+
+    source: Metal text; may include MLX's headers, and files by absolute path.
+    name: of the kernel function. template_arguments: as text, like "half, 128".
+
+    Raises TranslationError and KernelError.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        template_arguments: str = "",
+        function_constants: Mapping[str, object] | None = None,
+        checked: bool = True,
+    ) -> None:
+        translation = translate(source, name, template_arguments, function_constants)
+        super().__init__(translation, checked)

@@ -39,16 +39,8 @@ BUILTINS = {
     "threads_per_simdgroup": "32u",
 }
 
-ARGUMENT_TYPES = """
+VECTOR_ARGUMENT = """
 namespace {
-struct MslPointer {
-  const void* p;
-  template <class T> operator T*() const { return (T*)p; }
-};
-struct MslReference {
-  const void* p;
-  template <class T> operator T&() const { return *(T*)p; }
-};
 struct MslVector {
   const uint32_t* p;
   operator uint() const { return p[0]; }
@@ -221,5 +213,5 @@ def translate(
     source = rewrite_threadgroup_variables(source)
     call = kernel + (f"<{template_arguments}>" if template_arguments else "")
     entry = f'extern "C" MSL_MACHINERY void msl_entry() {{ {call}({", ".join(arguments)}); }}'
-    unit = ['#include "metal_stdlib"', "using namespace metal;", source, ARGUMENT_TYPES, entry, ""]
+    unit = ['#include "metal_stdlib"', "using namespace metal;", source, VECTOR_ARGUMENT, entry, ""]
     return Translation("\n".join(unit), tuple(buffers))

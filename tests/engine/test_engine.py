@@ -385,20 +385,19 @@ def test_any_order_of_calls(folder: Path, started: Callable[..., Engine], seed: 
 
 
 LIFE = """
-import sys, threading, time
+import sys
 from tests.engine.test_engine import GREEDY, said
 from tqchat.engine.engine import Engine
-from tqchat.engine.events import EngineOptions, Finished
+from tqchat.engine.events import EngineOptions, Finished, Token
 
 folder, how = sys.argv[1:]
 engine = Engine(EngineOptions())
 engine.start()
 engine.load(folder)
 engine.generate(said("Hello" * 100), GREEDY, 20 if how == "finished" else None)
-while how == "finished" and not isinstance(engine.wait(60), Finished):
+until = {"finished": Finished, "decoding": Token}.get(how)
+while until and not isinstance(engine.wait(60), until):
     pass
-if how == "decoding":
-    time.sleep(1.0)
 engine.close()
 """
 

@@ -1,22 +1,42 @@
-"""The CUDA kernels against float64, on an NVIDIA GPU."""
+"""The CUDA kernels against float64.
+
+On a machine with an NVIDIA GPU they run there, elsewhere in the emulator, whose checks find races,
+accesses out of bounds and divergence as well: see tests/emulator/README.md.
+"""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.emulator import KernelError, why_not
+from tests.kernels.small_gpu import small_gpu
 from tqchat.kernels import BLOCK, SINK, KVView, Weight, codec
 from tqchat.kernels.cuda.backend import CUDA
-from tqchat.kernels.layout import TAIL_CAPACITY
+from tqchat.kernels.layout import TAIL_CAPACITY, tile_bytes, tile_words
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU and MLX for CUDA"),
-]
+ON_GPU = mx.cuda.is_available()
+if not ON_GPU and why_not():
+    pytest.skip(why_not(), allow_module_level=True)
+
+pytestmark = pytest.mark.cuda
+large = pytest.mark.skipif(not ON_GPU, reason="too large for the emulator")
+emulated = pytest.mark.skipif(ON_GPU, reason="asks the emulator")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> Iterator[None]:
+    with nullcontext() if ON_GPU else small_gpu():
+        yield
+
 
 Float64 = NDArray[np.float64]
 DTYPES = {"fp16": mx.float16, "bf16": mx.bfloat16}
@@ -54,7 +74,7 @@ def hold(
 ) -> Held:
     """Random tokens; whatever of the buffers holds none is NaN or garbage."""
     rng = np.random.default_rng(seed)
-    dtype = backend.cache_dtype
+    dtype, bits = backend.cache_dtype, backend.kv_bits
 
     def buffer(capacity: int, filled: int) -> tuple[mx.array, Float64]:
         x = np.full((n_kv_heads, capacity, head_dim), np.nan, np.float32)
@@ -72,11 +92,14 @@ def hold(
     k = size * (rng.normal(size=shape) + offsets)
     v = size * rng.normal(size=shape)
     if n_blocks:
-        canonical = codec.seal(mx.array(k.astype(np.float32)), mx.array(v.astype(np.float32)))
+        k32, v32 = (mx.array(x.astype(np.float32)) for x in (k, v))
+        canonical = codec.seal(k32, v32, bits)
+        k64, v64 = map(float64, codec.unseal(canonical, bits))
     else:
-        canonical = mx.zeros((n_kv_heads, 0, 10 * head_dim), mx.uint32)
-    k64, v64 = (np.zeros(shape),) * 2 if not n_blocks else map(float64, codec.unseal(canonical))
-    spare = mx.array(rng.integers(0, 2**32, (n_kv_heads, 3, 10 * head_dim), dtype=np.uint32))
+        canonical = mx.zeros((n_kv_heads, 0, tile_words(head_dim, bits)), mx.uint32)
+        k64, v64 = (np.zeros(shape),) * 2
+    spare_shape = (n_kv_heads, 3, tile_words(head_dim, bits))
+    spare = mx.array(rng.integers(0, 2**32, spare_shape, dtype=np.uint32))
     tiles = mx.concatenate([backend.from_canonical(canonical), spare], axis=1)
     return Held(
         KVView(sink_k, sink_v, tiles, tail_k, tail_v, n_sink, n_blocks, n_tail),
@@ -146,20 +169,21 @@ def check(
         (4, 1, 64),
         (4, 2, 127),
         (4, 31, 65),
-        (4, 700, 100),
+        (4, 100, 100),
+        pytest.param((4, 700, 100), marks=large),
         (0, 3, 5),
     ],
 )
 def test_lengths(counts: tuple[int, int, int], n_kv_heads: int) -> None:
-    """A single KV head is split over every multiprocessor, far more than 64 ways."""
+    """A single KV head is split over every multiprocessor: on a GPU far more than 64 ways."""
     backend = CUDA(mx.float16)
     check(hold(backend, n_kv_heads, 128, *counts), backend, n_kv_heads * 8, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("fp16", 4), ("bf16", 4), ("fp16", 3)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256, 512])
-def test_head_dims(head_dim: int, dtype: str) -> None:
-    backend = CUDA(DTYPES[dtype])
+def test_head_dims(head_dim: int, dtype: str, kv_bits: int) -> None:
+    backend = CUDA(DTYPES[dtype], kv_bits)
     held = hold(backend, 2, head_dim, 4, 37, 70)
     check(held, backend, 8, 1)
     check(held, backend, 8, 5)
@@ -233,11 +257,11 @@ def test_a_late_maximum() -> None:
     check(held, backend, 8, 1, scale=3.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("fp16", 4), ("bf16", 4), ("fp16", 3)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256, 512])
-def test_seal_and_unseal(head_dim: int, dtype: str) -> None:
+def test_seal_and_unseal(head_dim: int, dtype: str, kv_bits: int) -> None:
     """Bit for bit the codec's; also where a channel is constant, huge or not a number."""
-    backend = CUDA(DTYPES[dtype])
+    backend = CUDA(DTYPES[dtype], kv_bits)
     rng = np.random.default_rng(head_dim)
     k, v = rng.normal(size=(2, 3, 4 * BLOCK, head_dim)).astype(np.float32)
     k[0, :, 3] = 7.25
@@ -246,18 +270,20 @@ def test_seal_and_unseal(head_dim: int, dtype: str) -> None:
     k[0, 64:96] *= 1e-8
     k, v = (mx.array(x).astype(backend.dtype) for x in (k, v))
     tiles = backend.seal(k, v)
-    canonical = codec.seal(k, v)
+    canonical = codec.seal(k, v, kv_bits)
     assert mx.array_equal(backend.to_canonical(tiles), canonical)
-    for ours, reference in zip(backend.unseal(tiles), codec.unseal(canonical), strict=True):
+    assert mx.array_equal(backend.from_canonical(canonical), tiles)
+    unsealed = codec.unseal(canonical, kv_bits)
+    for ours, reference in zip(backend.unseal(tiles), unsealed, strict=True):
         # A group's maximum may come back a step above fp16's range.
         reference = mx.clip(reference, -65504, 65504) if dtype == "fp16" else reference
         assert mx.array_equal(ours, reference.astype(backend.dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_attention(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("fp16", 4), ("bf16", 4), ("fp16", 3)])
+def test_prefill_attention(dtype: str, kv_bits: int) -> None:
     """A chunk over everything held: sink, tiles, tail, then itself."""
-    backend = CUDA(DTYPES[dtype])
+    backend = CUDA(DTYPES[dtype], kv_bits)
     held = hold(backend, 2, 64, 4, 5, 77)
     rng = np.random.default_rng(1)
     q, k, v = (
@@ -299,17 +325,20 @@ def dense(weight: Weight) -> Float64:
     [
         (1, 256, 4, 64, "fp16"),
         (100, 1280, 4, 32, "fp16"),
-        (2200, 4096, 4, 64, "fp16"),
-        (2200, 4096, 4, 64, "bf16"),
+        (200, 4096, 4, 64, "fp16"),
+        (200, 4096, 4, 64, "bf16"),
+        pytest.param(2200, 4096, 4, 64, "fp16", marks=large),
         (40, 4096, 4, 128, "fp16"),
         (40, 4096, 4, 128, "bf16"),
         (40, 4096, 4, 32, "bf16"),
-        (3000, 8960, 4, 64, "fp16"),
+        (300, 8960, 4, 64, "fp16"),
+        pytest.param(3000, 8960, 4, 64, "fp16", marks=large),
         (48, 28672, 4, 64, "fp16"),
-        (9000, 28672, 4, 64, "bf16"),
+        pytest.param(9000, 28672, 4, 64, "bf16", marks=large),
         (100, 1280, 8, 32, "fp16"),
-        (2200, 4096, 8, 64, "fp16"),
-        (2200, 4096, 8, 64, "bf16"),
+        (200, 4096, 8, 64, "fp16"),
+        (200, 4096, 8, 64, "bf16"),
+        pytest.param(2200, 4096, 8, 64, "bf16", marks=large),
         (48, 8960, 8, 128, "fp16"),
         (48, 8960, 8, 32, "bf16"),
     ],
@@ -335,12 +364,16 @@ def test_few_rows_of_any_size(size: float, tolerance: float) -> None:
     assert error(backend.logits(x, weight), float64(x) @ dense(weight).T) < tolerance
 
 
+PRODUCT = 2e-3 if ON_GPU else 5e-3
+"""MLX's own products, which sum fp16 on the CPU."""
+
+
 @pytest.mark.parametrize(("rows", "columns", "group"), [(64, 576, 64), (64, 96, 32), (64, 640, 64)])
 def test_columns_that_the_kernel_does_not_take(rows: int, columns: int, group: int) -> None:
     backend = CUDA(mx.float16)
     weight = random_weight(rows, columns, 4, group, mx.float16)
     x = mx.random.normal((2, columns)).astype(mx.float16)
-    assert error(backend.linear(x, weight), float64(x) @ dense(weight).T) < 2e-3
+    assert error(backend.linear(x, weight), float64(x) @ dense(weight).T) < PRODUCT
 
 
 def test_many_rows_and_a_bias() -> None:
@@ -350,4 +383,127 @@ def test_many_rows_and_a_bias() -> None:
     for m in (1, 9, 40):
         x = mx.random.normal((m, 512)).astype(mx.float16)
         expected = float64(x) @ dense(weight).T + float64(bias)
-        assert error(backend.linear(x, weight, bias), expected) < 2e-3
+        assert error(backend.linear(x, weight, bias), expected) < PRODUCT
+
+
+@emulated
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_attention_before_hopper(head_dim: int, shared_memory: int) -> None:
+    """Compute capability 8.x copies otherwise, and has less shared memory."""
+    with small_gpu(shared_memory=shared_memory, architecture=800):
+        backend = CUDA(mx.float16)
+        check(hold(backend, 2, head_dim, 4, 37, 70), backend, 14, 3, sinks=True)
+
+
+@emulated
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_before_hopper(bits: int, shared_memory: int) -> None:
+    with small_gpu(shared_memory=shared_memory, architecture=800):
+        backend = CUDA(mx.bfloat16)
+        weight = random_weight(100, 8960, bits, 64, mx.bfloat16)
+        x = mx.array(np.random.default_rng(0).normal(size=(3, 8960))).astype(mx.bfloat16)
+        assert error(backend.logits(x, weight), float64(x) @ dense(weight).T) < 2e-5
+
+
+@emulated
+@pytest.mark.parametrize("architecture", [800, 900])
+def test_the_order_of_threads_makes_no_difference(architecture: int) -> None:
+    """Each kernel gives the same bytes whichever lanes, warps and blocks run first."""
+    with small_gpu(architecture=architecture, orders=(0, 1, 7)) as made:
+        backend = CUDA(mx.float16, 4 if architecture == 900 else 3)
+        check(hold(backend, 2, 512, 4, 9, 70), backend, 16, 1)
+        held = hold(backend, 2, 128, 4, 40, 70)
+        check(held, backend, 16, 1)
+        backend.seal(*backend.unseal(held.view.tiles[:, :3]))
+        weight = random_weight(200, 4096, 4, 64, mx.float16)
+        backend.logits(mx.ones((2, 4096), mx.float16), weight)
+    kinds = {name.split("_")[1] for name in made}
+    assert kinds == {"attend", "merge", "gather", "seal", "matvec"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([64, 128]),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.tuples(st.sampled_from([0, 4]), st.integers(0, 12), st.integers(1, 127)),
+    st.one_of(st.none(), st.integers(1, 600)),
+    st.booleans(),
+    st.sampled_from([3, 4]),
+)
+def test_any_shape(
+    head_dim: int,
+    n_kv_heads: int,
+    shared: int,
+    tokens: int,
+    counts: tuple[int, int, int],
+    window: int | None,
+    sinks: bool,
+    kv_bits: int,
+) -> None:
+    n_sink, n_blocks, n_tail = counts
+    tokens = min(tokens, n_sink + 32 * n_blocks + n_tail)
+    backend = CUDA(mx.float16, kv_bits)
+    held = hold(backend, n_kv_heads, head_dim, *counts)
+    check(held, backend, n_kv_heads * shared, tokens, sinks=sinks, window=window)
+
+
+@emulated
+@pytest.mark.parametrize("multiprocessors", [32, 33, 65, 148])
+def test_many_splits(multiprocessors: int) -> None:
+    """More than a warp has lanes, and more than there are tokens."""
+    with small_gpu(multiprocessors):
+        backend = CUDA(mx.float16)
+        check(hold(backend, 1, 64, 4, 150, 70), backend, 8, 1, sinks=True)
+        check(hold(backend, 1, 64, 4, 0, 3), backend, 8, 1)
+
+
+@emulated
+@pytest.mark.parametrize("kv_bits", [3, 4])
+@pytest.mark.parametrize("architecture", [800, 900])
+def test_every_sealed_byte_is_read_once(architecture: int, kv_bits: int) -> None:
+    """By one block of threads, for all the query heads that share it."""
+    with small_gpu(architecture=architecture) as made:
+        backend = CUDA(mx.float16, kv_bits)
+        held = hold(backend, 2, 128, 4, 40, 70)
+        check(held, backend, 16, 1)
+    (attend,) = (kernel for name, kernel in made.items() if "attend" in name)
+    traffic = attend.report.traffic["tiles"]
+    assert (
+        traffic.read == traffic.distinct_read == held.view.n_blocks * 2 * tile_bytes(128, kv_bits)
+    )
+    assert traffic.shared_read == 0
+
+
+BARRIERS = [
+    ("__syncwarp();\n    fill", "fill", 900),
+    ("copies_wait<STAGES - 1>();\n    __syncwarp();", "__syncwarp();", 800),
+    ("copies_wait<STAGES - 1>();\n    __syncwarp();", "copies_wait<STAGES - 1>();", 800),
+    ("barrier_wait(barriers + stage * 8, parity);", "", 900),
+    ("stage = 0;\n      parity ^= 1;", "stage = 0;", 900),
+    ("__syncthreads();\n    queries.shared", "queries.shared", 900),
+    ("Shared::put(ring_memory, state, lane);\n  __syncthreads();",
+     "Shared::put(ring_memory, state, lane);", 900),
+    ("__syncthreads();\n\n  for (int pair", "for (int pair", 900),
+]  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("which", range(len(BARRIERS)))
+def test_a_missing_barrier_is_caught(which: int) -> None:
+    before, after, architecture = BARRIERS[which]
+    found = 0
+
+    def edit(text: str) -> str:
+        nonlocal found
+        found += text.count(before)
+        return text.replace(before, after)
+
+    backend = CUDA(mx.float16)
+    held = hold(backend, 1, 512, 4, 60, 70)
+    with small_gpu(architecture=architecture, edit=edit), pytest.raises(KernelError):
+        check(held, backend, 8, 1)
+    assert found

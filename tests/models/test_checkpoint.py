@@ -183,6 +183,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "true": (raw({"a": entry(shape=[True, 2])}), "cannot be"),
     "fraction": (raw({"a": entry(offsets=[0, 8.0])}), "cannot be"),
     "huge shape": (raw({"a": entry(shape=[2**62, 4])}), "cannot be"),
+    "dimensions": (raw({"a": entry(shape=[2] + [1] * 8)}), "cannot be"),
     "wrong bytes": (raw({"a": entry(shape=[3])}), "bytes its shape asks for"),
     "backwards": (raw({"a": entry(shape=[0], offsets=[8, 4])}), "bytes its shape asks for"),
     "overlap": (raw({"a": entry(), "b": entry(offsets=[4, 12])}), "'b' overlaps"),

@@ -383,8 +383,9 @@ def test_a_step_is_traced_once_for_all_positions(name: str, tmp_path: Path) -> N
     """A GPU runs a decode step that was traced once: nothing in it may be a number of Python's."""
     backend = Tracing(mx.float32)
     model, _ = both(CASES[name], backend)
+    keys = mx.random.split(mx.random.key(0))
     pasts = [
-        tuple(mx.random.normal((layer.n_kv_heads, 9, layer.head_dim)) for _ in "kv")
+        tuple(mx.random.normal((layer.n_kv_heads, 9, layer.head_dim), key=key) for key in keys)
         for layer in model.shape.kv_layers
     ]
 

@@ -131,8 +131,10 @@ class FakeEngine:
     def say_planned(self, tokens: int, seconds: float | None) -> None:
         self.events.append(Planned(self.turn, tokens, seconds, 3 * GIB, 8 * GIB))
 
-    def say_prefilling(self, done: int, total: int, cached: int = 0) -> None:
-        self.events.append(Prefilling(self.turn, done, total, cached))
+    def say_prefilling(
+        self, done: int, total: int, cached: int = 0, seconds_left: float | None = None
+    ) -> None:
+        self.events.append(Prefilling(self.turn, done, total, cached, seconds_left))
 
     def say(self, text: str) -> None:
         self.events.append(Token(self.turn, text))

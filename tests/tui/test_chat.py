@@ -49,7 +49,7 @@ async def test_loading_says_how_far_and_how_long(engine: FakeEngine, clock: Cloc
         await screen.shows("Fetching smollm2")
         clock.now += 2
         engine.say_loading("Fetching smollm2", 50 * 1024**2, 100 * 1024**2)
-        await screen.shows("50%", "50.0 MiB of 100 MiB", "25.0 MiB/s", "2.0 s left")
+        await screen.shows("50%", "50.0 MiB of 100 MiB", "25.0 MiB/s", "2 s left")
 
 
 async def test_a_message_waits_for_the_model(engine: FakeEngine) -> None:
@@ -150,11 +150,16 @@ async def test_narrow_screens_have_two_lines_of_figures(engine: FakeEngine) -> N
 async def test_reading_says_how_far_and_how_long(engine: FakeEngine, clock: Clock) -> None:
     async with chat(engine, (140, 40)) as screen:
         await screen.send("long")
-        engine.say_prefilling(500, 2500, cached=500)
-        await screen.shows("20%", "500 of 2,500 tokens")
+        engine.say_planned(2_000, 14.0)
+        engine.say_prefilling(500, 2500, cached=500, seconds_left=14.0)
+        await screen.shows("2,000 tokens to read, about 14 s", "0 of 2,000 tokens", "14 s left")
         clock.now += 2
-        engine.say_prefilling(1500, 2500, cached=500)
-        await screen.shows("60%", "1,500 of 2,500 tokens", "500 tok/s", "2.0 s left")
+        engine.say_prefilling(1500, 2500, cached=500, seconds_left=8.5)
+        await screen.shows("50%", "1,000 of 2,000 tokens", "500 tok/s", "9 s left")
+        # The engine speaks once a chunk; the time goes on until it does.
+        for seconds, left in ((4.0, "5 s left"), (10.0, "1 s left")):
+            clock.now += seconds
+            await screen.shows(left)
 
 
 async def test_what_a_long_reading_takes_is_said_before_it_begins(engine: FakeEngine) -> None:
@@ -200,6 +205,7 @@ async def test_the_rate_of_reading_follows_how_it_changes(engine: FakeEngine, cl
     [
         ("stopped", "stopped: /continue goes on"),
         ("length", "max_tokens"),
+        ("repetition", "repeated itself: /continue goes on"),
         ("context", "/clear starts afresh"),
     ],
 )
@@ -214,13 +220,18 @@ async def test_endings_are_said(engine: FakeEngine, reason: str, said: str) -> N
 
 
 async def test_a_message_too_long_is_refused_with_the_count(engine: FakeEngine) -> None:
-    async with chat(engine) as screen:
+    async with chat(engine, size=(160, 40)) as screen:
         await screen.send("a long one")
-        engine.say_failed("The message does not fit the context. Shorten it.", excess=1234)
-        await screen.shows("1,234 tokens", "Shorten it", "ready")
+        engine.say_failed("That is 1,234 tokens too many.", excess=1234)
+        await screen.shows("1,234 tokens", "Shorten the message", "/model", "ready")
         assert screen.prompt.text == "a long one"
-        await screen.send("short")
+        await screen.exchange("short", "fine")
         assert contents(screen) == [("system", "Be brief."), ("user", "short")]
+        await screen.send("another long one")
+        engine.say_failed("That is 2 tokens too many.", excess=2)
+        await screen.shows("2 tokens too long")
+        await screen.pilot.press("escape")
+        await screen.shows("2 tokens too many. Shorten the message, or begin a new one: /clear.")
 
 
 async def test_a_turn_that_failed_half_way_loses_nothing(engine: FakeEngine) -> None:

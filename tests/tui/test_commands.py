@@ -125,7 +125,7 @@ async def test_edit_says_why_it_cannot(engine: FakeEngine) -> None:
         assert screen.prompt.text == "a draft"
 
 
-@pytest.mark.parametrize("reason", ["stopped", "length"])
+@pytest.mark.parametrize("reason", ["stopped", "length", "repetition"])
 async def test_continue_goes_on_with_the_answer(engine: FakeEngine, reason: str) -> None:
     async with chat(engine) as screen:
         await screen.send("count")

@@ -1,7 +1,9 @@
 """Conversations on disk, as the screen writes them and goes on with them."""
 
 import argparse
+import errno
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,7 +150,7 @@ async def test_what_must_be_read_again_counts(engine: FakeEngine) -> None:
     session = saved(("q" * 400, "a" * 800))
     async with chat(engine, session=session) as screen:
         await screen.pilot.press(*"12345678")
-        await screen.shows("12 tokens", "≈ ", f"{8192 - 300 - 12:,} left")
+        await screen.shows("12 tokens", "≈ ", f"{8191 - 300 - 12:,} left")
 
 
 async def test_an_unanswered_question_goes_with_the_next_one(engine: FakeEngine) -> None:
@@ -270,6 +272,33 @@ async def test_a_conversation_is_exported_for_its_owner_alone(
         await screen.command(f"/export {path}")
         await screen.shows("There is one already")
         assert path.read_text() == "mine"
+
+
+def full_disk(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.json"])
+async def test_where_the_disk_is_full_an_export_leaves_nothing_and_the_chat_goes_on(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What is not saved can still be exported, to a disk that has room."""
+    full = tmp_path / "full"
+    full.mkdir()
+    async with chat(engine, size=(160, 40)) as screen:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "mkdir", full_disk)
+            patch.setattr(os, "fsync", full_disk)
+            await screen.exchange("Where?", "There.")
+            assert screen.app.dialogue.record.session is None
+            await screen.command(f"/export {full / name}")
+            await screen.shows("cannot be written: No space left on device")
+            assert list(full.iterdir()) == []
+        await screen.exchange("And then?", "Here, \ud800.")
+        await screen.command(f"/export {tmp_path / name}")
+        await screen.until((tmp_path / name).exists)
+        for text in ("There.", "Here, ?."):
+            assert text in (tmp_path / name).read_text()
 
 
 async def test_the_conversation_may_be_chosen_at_the_start(engine: FakeEngine) -> None:

@@ -7,7 +7,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.tui.conftest import Chat, Clock, make_app
+from tests.tui.conftest import Chat, Clock, chat, make_app
 from tests.tui.fake_engine import MIB, MODEL, FakeEngine
 from tqchat.chat.sessions import Summary
 from tqchat.library import Offer
@@ -90,7 +90,7 @@ async def finished(chat: Chat, clock: Clock) -> None:
 async def failed(chat: Chat, clock: Clock) -> None:
     await finished(chat, clock)
     await chat.send("a message that is much too long")
-    chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=1234)
+    chat.engine.say_failed("The message does not fit.", excess=1234)
     await chat.shows("1,234 tokens too long")
     await chat.pilot.press("escape")
 
@@ -156,7 +156,7 @@ async def reading_a_token(chat: Chat, clock: Clock) -> None:
 async def making_room(chat: Chat, clock: Clock) -> None:
     await finished(chat, clock)
     await chat.send("a message that is much too long")
-    chat.engine.say_failed("The message does not fit. Shorten it, or /clear.", excess=100)
+    chat.engine.say_failed("The message does not fit.", excess=100)
     await chat.shows("100 tokens too long", "Begin a new conversation")
 
 
@@ -196,6 +196,25 @@ def same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqchat.chat.sessions.summaries", lambda: found)
     monkeypatch.setattr("tqchat.tui.screens.sessions.time", lambda: now)
     monkeypatch.setattr("tqchat.library.offers", lambda kv: OFFERS)
+
+
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [
+        (choosing_a_session, "Ctrl-D deletes   Esc closes"),
+        (choosing_a_model, "a folder or a file"),
+        (searching_the_history, "closes"),
+        (reading_a_token, "Esc closes"),
+        (making_room, "all as it is"),
+    ],
+)
+async def test_on_a_tiny_screen_the_keys_are_told_to_their_end(
+    engine: FakeEngine, still: Clock, state: State, end: str
+) -> None:
+    async with chat(engine, load=False) as screen:
+        await state(screen, still)
+        await screen.pilot.resize_terminal(40, 12)
+        await screen.shows(end)
 
 
 @pytest.mark.parametrize(

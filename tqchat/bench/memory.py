@@ -12,7 +12,7 @@ from rich.table import Table
 from tqchat.bench import charts
 from tqchat.bench.caches import append_random
 from tqchat.engine import plan
-from tqchat.engine.cache import GROWTH_SHARE, DenseCache, KVCache, SealedCache, make_caches
+from tqchat.engine.cache import DenseCache, KVCache, SealedCache, make_caches
 from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.memory import measure as measure_memory
@@ -70,8 +70,7 @@ def measure(loaded: LoadedModel, contexts: Sequence[int]) -> Report:
 
 def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
     derives_keys = loaded.backend.derives_keys
-    kv_bytes = plan.kv_bytes(loaded.model.shape, context, kv, derives_keys)
-    planned = kv_bytes + kv_bytes // GROWTH_SHARE
+    planned = plan.allocated_bytes(loaded.model.shape, context, kv, derives_keys)
     free = measure_memory(0, 0).free
     if planned > free:
         raise ModelError(
@@ -85,6 +84,8 @@ def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
     try:
         before = _in_use()
         caches = make_caches(KINDS[kv], backend, layers)
+        for cache in caches:
+            cache.reserve(context)
         for start in range(0, context, CHUNK):
             append_random(backend, layers, caches, min(CHUNK, context - start))
         in_use = _in_use() - before

@@ -23,6 +23,7 @@ _THOUGHT = re.compile(rf"(\s*{THINK})(.*?)({END_OF_THOUGHT}\s*|\Z)", re.DOTALL)
 # Tokens; each may be a byte.
 _LONGEST_OPENING = 16
 _OPENED = re.compile(rf"{THINK}\s*\Z")
+_CLOSING_LINE = re.compile(rf"^{END_OF_THOUGHT}$", re.MULTILINE)
 _CLOSING = f"{END_OF_THOUGHT}\n\n"
 _ANSWER_CHANNEL = "final"
 
@@ -78,6 +79,13 @@ def without_thought(answer: str) -> str:
     """An answer without what was thought before it."""
     found = _THOUGHT.match(answer)
     return answer[found.end() :] if found else answer
+
+
+def with_opening(answer: str) -> str:
+    """An answer as it is kept now, of one that was saved without the first tag, which its template
+    wrote: the second has a line of its own."""
+    found = _CLOSING_LINE.search(answer)
+    return f"{THINK}\n{answer}" if found and THINK not in answer[: found.start()] else answer
 
 
 def opened_thought(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:

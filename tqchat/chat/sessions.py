@@ -21,13 +21,15 @@ from typing import Any, Self
 from tqchat import paths
 from tqchat.chat.conversation import Conversation, Message
 from tqchat.chat.errors import ChatError
-from tqchat.chat.marks import without_thought
+from tqchat.chat.marks import with_opening, without_thought
 
 VERSION = 1
 PARTIAL_INTERVAL_S = 2.0
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 _TITLE_LENGTH = 60
+# The end of the year 9999: past it there are no dates.
+_LAST_TIME = 253_402_300_799
 _EXCERPT_MARGIN = 40
 # How long to wait for a lock: who only looks holds it for a moment.
 _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.05
@@ -67,14 +69,14 @@ class Transcript:
         if event.get("type") not in ("partial", "answer"):
             self.end_partial()
         match event:
-            case {"type": "session", "created": float(created)}:
+            case {"type": "session", "created": float(created)} if 0 <= created < _LAST_TIME:
                 self.created = created
             case {"type": "system", "text": str(text)}:
                 self.conversation.system = text
             case {"type": "model", "name": str(name)}:
                 self.model = name
             case {"type": "title", "text": str(text)}:
-                self.title = text
+                self.title = title_of(text)
             case {"type": "user", "text": str(text)}:
                 self.conversation.add("user", text)
             case {"type": "partial", "text": str(text)}:
@@ -91,6 +93,34 @@ class Transcript:
         if self.partial:
             self.conversation.add("assistant", "".join(self.partial))
             self.partial.clear()
+
+    @property
+    def shown_title(self) -> str:
+        messages = self.conversation.messages
+        return self.title or (title_of(messages[0].content) if messages else "")
+
+    def to_json(self, session_id: str | None) -> str:
+        """`session_id`: the one that it is saved under."""
+        value = {
+            "version": VERSION,
+            "id": session_id,
+            "title": self.shown_title,
+            "model": self.model,
+            "created": self.created,
+            **self.conversation.to_json(),
+        }
+        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+
+    def to_markdown(self) -> str:
+        """Without what was thought before answers."""
+        day = time.strftime("%Y-%m-%d", time.localtime(self.created))
+        parts = [f"# {self.shown_title}", f"*{self.model or 'tqchat'}, {day}*"]
+        for message in self.conversation.prompt():
+            name = {"user": "You", "assistant": "Answer", "system": "System prompt"}[message.role]
+            is_answer = message.role == "assistant"
+            text = without_thought(message.content) if is_answer else message.content
+            parts += [f"## {name}", text.strip()]
+        return "\n\n".join(parts) + "\n"
 
     @classmethod
     def read(cls, data: bytes) -> Self:
@@ -110,6 +140,10 @@ class Transcript:
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError, AttributeError, ChatError):
                 transcript.apply(json.loads(line))
+        messages = transcript.conversation.messages
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                messages[place] = Message("assistant", with_opening(message.content))
         return transcript
 
 
@@ -147,7 +181,12 @@ class Session:
                 start.append({"type": "model", "name": model})
             if system:
                 start.append({"type": "system", "text": system})
-            session._write(*start)
+            try:
+                session._write(*start)
+            except BaseException:
+                session.close()
+                shutil.rmtree(session.folder, ignore_errors=True)
+                raise
         return session
 
     @classmethod
@@ -174,8 +213,13 @@ class Session:
         return self.folder / "cache"
 
     @property
-    def conversation(self) -> Conversation:
+    def transcript(self) -> Transcript:
         """To be read; what changes it are the calls below."""
+        return self._transcript
+
+    @property
+    def conversation(self) -> Conversation:
+        """That of the transcript."""
         return self._transcript.conversation
 
     @property
@@ -185,8 +229,7 @@ class Session:
 
     @property
     def title(self) -> str:
-        messages = self.conversation.messages
-        return self._transcript.title or (title_of(messages[0].content) if messages else "")
+        return self._transcript.shown_title
 
     @property
     def unanswered(self) -> bool:
@@ -249,28 +292,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def to_json(self) -> str:
-        value = {
-            "version": VERSION,
-            "id": self.id,
-            "title": self.title,
-            "model": self.model,
-            "created": self._transcript.created,
-            **self.conversation.to_json(),
-        }
-        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
-
-    def to_markdown(self) -> str:
-        """Without what was thought before answers."""
-        day = time.strftime("%Y-%m-%d", time.localtime(self._transcript.created))
-        parts = [f"# {self.title}", f"*{self.model or 'tqchat'}, {day}*"]
-        for message in self.conversation.prompt():
-            name = {"user": "You", "assistant": "Answer", "system": "System prompt"}[message.role]
-            is_answer = message.role == "assistant"
-            text = without_thought(message.content) if is_answer else message.content
-            parts += [f"## {name}", text.strip()]
-        return "\n\n".join(parts) + "\n"
 
     def _show_title(self) -> None:
         with _errors():

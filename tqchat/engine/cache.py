@@ -116,7 +116,7 @@ def _grown(backend: Backend, buffer: Array, capacity: int, dtype: mx.Dtype) -> A
     return new
 
 
-def _next_capacity(needed: int, step: int) -> int:
+def next_capacity(needed: int, step: int) -> int:
     """Room for `needed` entries and GROWTH_SHARE's part more, in whole steps."""
     return -(-(needed + needed // GROWTH_SHARE) // step) * step
 
@@ -288,7 +288,7 @@ class SealedCache:
 
     def _reserve(self, n_blocks: int) -> None:
         if n_blocks > self._tiles.shape[1]:
-            capacity = _next_capacity(n_blocks, GROWTH_TOKENS // BLOCK)
+            capacity = next_capacity(n_blocks, GROWTH_TOKENS // BLOCK)
             self._tiles = _grown(self._backend, self._tiles, capacity, mx.uint32)
 
     @property
@@ -460,7 +460,7 @@ class DenseCache:
 
     def _reserve(self, length: int) -> None:
         if length > self._k.shape[1]:
-            capacity, dtype = _next_capacity(length, GROWTH_TOKENS), self._backend.cache_dtype
+            capacity, dtype = next_capacity(length, GROWTH_TOKENS), self._backend.cache_dtype
             self._k = _grown(self._backend, self._k, capacity, dtype)
             self._v = _grown(self._backend, self._v, capacity, dtype)
 
@@ -469,7 +469,7 @@ class DenseCache:
         held = slice(n, self._length)
         self._length -= n
         dtype = self._backend.cache_dtype
-        capacity = _next_capacity(self._length, GROWTH_TOKENS)
+        capacity = next_capacity(self._length, GROWTH_TOKENS)
         self._k = _grown(self._backend, self._k[:, held], capacity, dtype)
         self._v = _grown(self._backend, self._v[:, held], capacity, dtype)
 

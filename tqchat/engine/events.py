@@ -9,7 +9,7 @@ KVKind: TypeAlias = Literal["int4", "int3", "fp16"]
 CODE_BITS: dict[KVKind, int] = {"int4": 4, "int3": 3}
 """Of a quantised cache."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped"]
+FinishReason: TypeAlias = Literal["stop", "length", "context", "stopped", "repetition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """`done` of `total` prompt tokens are in the cache, `cached` of them from earlier turns."""
+    """`done` of `total` prompt tokens are in the cache, `cached` of them from earlier turns.
+
+    `seconds_left` is an estimate of what the rest takes, None while there is none.
+    """
 
     turn: int
     done: int
     total: int
     cached: int
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,8 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`reason`: the model ended, max_tokens, the context is full, or stop() was called."""
+    """`reason`: the model ended, max_tokens, the context is full, stop() was called, or the answer
+    only repeated itself."""
 
     turn: int
     reason: FinishReason
@@ -140,7 +145,8 @@ class Finished:
 class Failed:
     """A turn (or, with turn None, loading) could not be done; `message` says what to do next.
 
-    `excess_tokens` is how far a prompt is past the context, 0 for other faults.
+    `excess_tokens` is how far a prompt is past the context, 0 for other faults. What to do then is
+    for the front end to say: it has the ways.
     """
 
     turn: int | None

@@ -26,7 +26,8 @@ from tqchat.engine.events import (
     Usage,
 )
 from tqchat.engine.loading import LoadedModel
-from tqchat.engine.pace import Pace
+from tqchat.engine.pace import Pace, Reading
+from tqchat.engine.repetition import EVERY, goes_in_circles
 from tqchat.engine.sampler import Rules, sample, token_id
 from tqchat.engine.saved import Identity, SavedCache
 from tqchat.engine.step import CompiledStep
@@ -221,7 +222,11 @@ class Session:
         context = self._loaded.info.context
         excess = len(prompt) + 1 - context
         if excess > 0:
-            yield Failed(number, _too_long(len(prompt), context, excess), excess)
+            message = (
+                f"The conversation takes {len(prompt):,} tokens. With one for an answer that is "
+                f"{excess:,} more than the context of {context:,} holds."
+            )
+            yield Failed(number, message, excess)
             return
         if refusal := self._does_not_fit(len(prompt)):
             yield Failed(number, refusal)
@@ -263,14 +268,12 @@ class Session:
             refusal += f" Or raise macOS's limit until restart, and start again: {command}"
         return refusal
 
-    def _planned(self, number: int, tokens: int) -> Planned:
-        """For a prompt of so many tokens in all."""
-        held = len(self._held)
+    def _planned(self, number: int, reading: Reading) -> Planned:
         now = self.memory()
-        more = self._more_bytes(tokens, self._chunk_size(tokens))
+        more = self._more_bytes(reading.stop, self._chunk_size(reading.stop))
         peak = now.weights + now.kv + now.other + more
-        seconds = self._pace.seconds(held, tokens)
-        return Planned(number, tokens - held, seconds, peak, now.free - more)
+        tokens = reading.stop - reading.start
+        return Planned(number, tokens, reading.seconds, peak, now.free - more)
 
     def _chunk_size(self, tokens: int) -> int:
         """How many to read at a time of those that lead up to `tokens`."""
@@ -320,10 +323,12 @@ class Session:
             return
         detokenizer = tokenizer.stream()
         reason: FinishReason = "stop"
+        written: list[int] = []
         for token in self._decode(logits, rules):
             if token in tokenizer.stop_ids:
                 break
             clock.token()
+            written.append(token)
             piece = opened + detokenizer.add(token)
             opened = ""
             text.append(piece)
@@ -339,6 +344,9 @@ class Session:
             if len(self._held) + 1 >= context:
                 reason = "context"
                 break
+            if len(written) % EVERY == 0 and goes_in_circles(written):
+                reason = "repetition"
+                break
         rest = detokenizer.finish()
         if rest:
             text.append(rest)
@@ -349,12 +357,19 @@ class Session:
         self, number: int, prompt: Sequence[int], clock: Clock, stopped: Callable[[], bool]
     ) -> Generator[Event, None, mx.array | None]:
         """Read what the cache lacks of `prompt`; logits of its last token, None if stopped."""
-        yield self._planned(number, len(prompt))
+        reading = Reading(self._pace, clock.cached_tokens, len(prompt))
+
+        def prefilling() -> Prefilling:
+            done, left = len(self._held), reading.seconds_left
+            return Prefilling(number, done, len(prompt), clock.cached_tokens, left)
+
+        yield self._planned(number, reading)
         for cache in self._caches:
             cache.reserve(len(prompt))
-        yield Prefilling(number, clock.cached_tokens, len(prompt), clock.cached_tokens)
+        yield prefilling()
         while True:
-            known, held, began = self._pace.known, len(self._held), time.perf_counter()
+            known, held = reading.seconds is not None, len(self._held)
+            began = time.perf_counter()
             size = self._chunk_size(len(prompt))
             logits = self._read(prompt[held : held + size], stopped)
             if logits is None:
@@ -363,10 +378,10 @@ class Session:
             if held + size <= len(prompt):
                 self._chunk.took(held, size, now - began)
             clock.prefilled = len(self._held) - clock.cached_tokens
-            self._pace.measured(clock.cached_tokens, len(self._held), now - clock.started)
-            if self._pace.known > known and len(self._held) < len(prompt):
-                yield self._planned(number, len(prompt))
-            yield Prefilling(number, len(self._held), len(prompt), clock.cached_tokens)
+            reading.came_to(len(self._held), now - clock.started)
+            if not known and reading.seconds is not None and len(self._held) < len(prompt):
+                yield self._planned(number, reading)
+            yield prefilling()
             if clock.stats_due():
                 yield Stats(clock.usage(), self.cache_use(), self.memory())
             if stopped():
@@ -434,10 +449,3 @@ class Session:
             self._saved.trim(length)
         del self._held[length:]
         return length
-
-
-def _too_long(prompt: int, context: int, excess: int) -> str:
-    return (
-        f"The conversation takes {prompt:,} tokens, {excess:,} more than the context of "
-        f"{context:,} holds. Shorten the message, or start a new conversation (/clear)."
-    )

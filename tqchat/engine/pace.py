@@ -18,6 +18,9 @@ LONG_TOKENS = 1024
 ENOUGH_TOKENS = 256
 """From so many on, a rate is better than none."""
 
+SMOOTH_S = 5.0
+"""How long a chunk counts for the rest of its prompt: other programs come and go."""
+
 REMEMBERED = 64
 """Models and devices; the one measured longest ago gives way."""
 
@@ -48,17 +51,17 @@ class Pace:
         self._rate = _read().get(key)
 
     @property
-    def known(self) -> bool:
-        return self._rate is not None
+    def rate(self) -> float | None:
+        """Operations per second; None while nothing was measured."""
+        return self._rate
 
-    def seconds(self, start: int, stop: int) -> float | None:
-        """How long positions `start` to `stop` will take; None while nothing was measured."""
-        return work(self._shape, start, stop) / self._rate if self._rate else None
+    def work(self, start: int, stop: int) -> float:
+        return work(self._shape, start, stop)
 
     def measured(self, start: int, stop: int, seconds: float) -> None:
         """Positions `start` to `stop` took so long."""
         if stop - start >= (ENOUGH_TOKENS if self._rate is None else LONG_TOKENS):
-            self._rate = work(self._shape, start, stop) / seconds
+            self._rate = self.work(start, stop) / seconds
 
     def remember(self, tokens: int) -> None:
         """Keep the rate for the next start, if what it was measured on, `tokens`, is long."""
@@ -70,6 +73,39 @@ class Pace:
         # What cannot be remembered is measured again.
         with contextlib.suppress(OSError):
             paths.write_private(paths.state_dir() / _NAME, json.dumps(dict(newest)))
+
+
+class Reading:
+    """Positions `start` to `stop` while they are read: how long it takes, as `pace` has it at first
+    and then more and more as the newest chunks have gone."""
+
+    def __init__(self, pace: Pace, start: int, stop: int) -> None:
+        self.start = self._at = start
+        self.stop = stop
+        self._pace = pace
+        self._rate = pace.rate
+        self._elapsed = 0.0
+
+    def came_to(self, at: int, elapsed: float) -> None:
+        """All before `at` is read, `elapsed` seconds after it began."""
+        chunk, seconds = self._pace.work(self._at, at), elapsed - self._elapsed
+        self._pace.measured(self.start, at, elapsed)
+        if self._rate is None:
+            self._rate = self._pace.rate
+        else:
+            self._rate += -math.expm1(-seconds / SMOOTH_S) * (chunk / seconds - self._rate)
+        self._at, self._elapsed = at, elapsed
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None while nothing was measured."""
+        return None if self._rate is None else self._pace.work(self._at, self.stop) / self._rate
+
+    @property
+    def seconds(self) -> float | None:
+        """For all of it, from the beginning."""
+        left = self.seconds_left
+        return None if left is None else self._elapsed + left
 
 
 _NAME = "prefill-rates.json"

@@ -6,11 +6,11 @@ transient (one layer's past written out for prefill, a chunk's activations, one 
 
 from dataclasses import dataclass
 
-from tqchat.engine.cache import GROWTH_SHARE, GROWTH_TOKENS, window_tokens
+from tqchat.engine.cache import GROWTH_TOKENS, next_capacity, window_tokens
 from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.kernels import Backend
 from tqchat.kernels.backend import FUSED_HEAD_DIMS, SCORES_BYTES
-from tqchat.kernels.layout import BLOCK, SINK, TAIL_MAX, tile_bytes
+from tqchat.kernels.layout import BLOCK, SINK, TAIL_CAPACITY, TAIL_MAX, TAIL_MIN, tile_bytes
 from tqchat.models.kv import KVLayer
 from tqchat.models.registry import Shape
 
@@ -52,6 +52,11 @@ def kv_bytes(shape: Shape, context: int, kv: KVKind, derives_keys: bool = True) 
     return sum(_layer_bytes(layer, context, kv, derives_keys) for layer in shape.kv_layers)
 
 
+def allocated_bytes(shape: Shape, context: int, kv: KVKind, derives_keys: bool = True) -> int:
+    """Bytes of the buffers that `context` tokens are read into, with their room for more."""
+    return sum(_layer_allocated(layer, context, kv, derives_keys) for layer in shape.kv_layers)
+
+
 def token_bytes(shape: Shape, kv: KVKind, derives_keys: bool = True) -> int:
     """What a token more takes in the end, when windows have passed and the tail is full."""
     long = 1 << 22
@@ -73,7 +78,7 @@ def need(shape: Shape, weights: int, context: int, kv: KVKind, prefill: Prefill)
         # Before the softmax and after it.
         scores = 2 * min(SCORES_BYTES, 4 * shape.n_heads * tokens * context)
     transient = past + scores + activations + 4 * shape.vocab_size
-    total = weights + cache + cache // GROWTH_SHARE + transient
+    total = weights + allocated_bytes(shape, context, kv, prefill.derives_keys) + transient
     return Need(context, kv_bytes(shape, context, "fp16"), cache, transient, total)
 
 
@@ -96,6 +101,17 @@ def _layer_bytes(layer: KVLayer, context: int, kv: KVKind, derives_keys: bool) -
     n_blocks = max(0, tokens - SINK - TAIL_MAX) // BLOCK
     sealed = layer.n_kv_heads * n_blocks * tile_bytes(layer.head_dim, CODE_BITS[kv])
     both = sealed + (tokens - BLOCK * n_blocks) * token
+    return both // 2 if layer.k_is_v and derives_keys else both
+
+
+def _layer_allocated(layer: KVLayer, context: int, kv: KVKind, derives_keys: bool) -> int:
+    tokens, token = _held(layer, context), 2 * _elements(layer)
+    if kv == "fp16":
+        return next_capacity(tokens, GROWTH_TOKENS) * token
+    n_blocks = max(0, tokens - SINK - TAIL_MIN) // BLOCK
+    capacity = next_capacity(n_blocks, GROWTH_TOKENS // BLOCK)
+    sealed = layer.n_kv_heads * capacity * tile_bytes(layer.head_dim, CODE_BITS[kv])
+    both = sealed + (SINK + TAIL_CAPACITY) * token
     return both // 2 if layer.k_is_v and derives_keys else both
 
 

@@ -91,6 +91,7 @@ class ChatApp(App[int]):
         ("Ctrl-Q", "leave"),
         ("Up, Down", "earlier messages; Ctrl-R searches them"),
         ("F3, F4", "view or edit the text of the token at the cursor"),
+        ("Ctrl-Z, Ctrl-Y", "undo and redo what was typed"),
         ("Ctrl-G", "write in $EDITOR"),
         ("PgUp, PgDn", "scroll; Ctrl-End goes to the newest"),
         ("Ctrl-P", "all commands, searchable"),
@@ -220,6 +221,10 @@ class ChatApp(App[int]):
         interrupted."""
         self.opening.close()
         self.dialogue.record.close()
+
+    def _fatal_error(self) -> None:
+        """Without Textual's traceback: it shows what variables hold, and so the conversation."""
+        self._close_messages_no_wait()
 
     @property
     def busy(self) -> bool:
@@ -461,6 +466,7 @@ def run(
 
 
 def run_app(app: ChatApp) -> int:
+    """Returns the exit code; raises what the screen failed with."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         code = app.run()
@@ -469,4 +475,6 @@ def run_app(app: ChatApp) -> int:
         saying.start()
         app.close_engine()
         saying.cancel()
+    if app._exception is not None:
+        raise app._exception
     return 1 if code is None else code

@@ -1,7 +1,6 @@
 """Files into the prompt, and the texts behind its tokens: viewed, and edited in $EDITOR."""
 
-import contextlib
-import stat
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,14 +25,12 @@ class Attaching:
 
     def file(self, name: str | Path) -> None:
         """Puts a token for a file into the prompt, once it is read."""
-        read = partial(self._read, Path(name).expanduser())
+        read = partial(self._read, Path(os.path.expanduser(name)))
         self._app.run_worker(read, thread=True, exit_on_error=False)
 
     def _read(self, path: Path) -> None:
         app = self._app
         try:
-            if _is_stream(path):
-                raise ChatError(f"{clean_line(str(path))} is no regular file: give one that is.")
             document = read_document(path)
         except ChatError as error:
             app.call_from_thread(app.conversation.append, Fault(str(error)))
@@ -77,11 +74,3 @@ class Attaching:
         except (OSError, SuspendNotSupported) as error:
             self._app.hint(clean_line(f"Set $EDITOR to an editor that works: {error}"))
             return None
-
-
-def _is_stream(path: Path) -> bool:
-    """A pipe, a terminal, another device: it may never end, and the screen could not be left."""
-    with contextlib.suppress(OSError, ValueError):
-        mode = path.stat().st_mode
-        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-    return False

@@ -46,6 +46,7 @@ _ENDINGS: dict[FinishReason, str] = {
     "stop": "",
     "stopped": "stopped: /continue goes on",
     "length": "cut at max_tokens: /continue goes on",
+    "repetition": "stopped, it only repeated itself: /continue goes on",
     "context": "the context is full: /clear starts afresh, --context N makes more room",
 }
 
@@ -178,11 +179,11 @@ class Dialogue:
                 if self._is_running(turn):
                     self._announce(event)
                 return False
-            case Prefilling(turn, done, total, cached):
+            case Prefilling(turn, done, total, cached, seconds_left):
                 if self._is_running(turn):
                     if self.reading is None:
-                        self.reading = Progress("Reading", skipped=cached)
-                    self.reading.advance(done, total)
+                        self.reading = Progress("Reading")
+                    self.reading.advance(done - cached, total - cached, seconds_left)
                 return False
             case Token(turn, text):
                 return self._is_running(turn) and self._token(text)
@@ -364,7 +365,8 @@ class Dialogue:
         else:
             self.record.finish(text)
             if (cache := self.figures.cache) is not None:
-                self.held = cache.tokens
+                # Of an answer that was cut the last token is not in the cache yet.
+                self.held = cache.tokens + (reason != "stop" and turn.tokens > 0)
                 self.room.warn_if_nearly_full(cache.tokens, cache.context)
             answer = turn.answer or Answer()
             answer.finish(self._footer(reason), "$text-muted" if reason == "stop" else "$warning")
@@ -393,8 +395,6 @@ class Dialogue:
         self.draw_text()
         self.turn = self.reading = None
         message = clean_line(message)
-        if excess and f"{excess:,}" not in message and str(excess) not in message:
-            message = f"Too long by {excess:,} tokens. {message}"
         if turn.answer is not None:
             turn.answer.finish("not finished", "$warning")
             conversation.update_entry(turn.answer)
@@ -405,6 +405,9 @@ class Dialogue:
         else:
             self._take_back(turn)
         self._take_back_waiting()
+        if excess:
+            way = "begin a new one: /clear" if self.record.messages else "use another model: /model"
+            message += f" Shorten the message, or {way}."
         conversation.append(Fault(message))
         conversation.show_end()
         if excess and turn.then is None:

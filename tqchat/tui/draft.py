@@ -102,7 +102,9 @@ class Draft:
             unread = [] if dialogue.held else [one.content for one in dialogue.record.messages]
             counted = [frame, *map(self._counts.known, [*texts, *unread])]
             about = "≈ " if None in counted else ""
-            left = cache.context - dialogue.held - sum(map(self._counts.guess, unread)) - tokens
+            held = dialogue.held + sum(map(self._counts.guess, unread))
+            # One is for the answer.
+            left = cache.context - 1 - held - tokens
             full = left < 0
             rest = f"{-left:,} too many" if full else f"{left:,} left"
             subtitle = f"{about}{tokens:,} tokens · {rest}"

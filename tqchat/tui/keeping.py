@@ -64,12 +64,17 @@ class Keeping:
 
     def export(self, name: str) -> None:
         """To a file in Markdown, or JSON if its name ends so; none is written over."""
-        if (session := self._dialogue.record.session) is None:
-            self._app.hint("There is no saved conversation to export.")
+        record, model = self._dialogue.record, self._dialogue.figures.model
+        transcript = record.transcript(model.name if model else None)
+        if not transcript.conversation.messages:
+            self._app.hint("There is no conversation yet: ask something first.")
             return
-        words = re.sub(r"[^\w]+", "-", session.title).strip("-")[:40]
-        path = Path(name or f"{words or session.id}.md").expanduser()
-        is_json = path.suffix.lower() == ".json"
+        words = re.sub(r"[^\w]+", "-", transcript.shown_title).strip("-")[:40]
+        path = Path(os.path.expanduser(name or f"{words or 'conversation'}.md"))
+        if path.suffix.lower() == ".json":
+            text = transcript.to_json(record.session.id if record.session else None)
+        else:
+            text = transcript.to_markdown()
         try:
             if os.path.lexists(path):
                 self._app.hint(f"There is one already: {clean_line(str(path))}")
@@ -77,7 +82,7 @@ class Keeping:
             if not path.parent.is_dir():
                 self._app.hint(f"There is no folder {clean_line(str(path.parent))}.")
                 return
-            paths.write_private(path, session.to_json() if is_json else session.to_markdown())
+            paths.write_private(path, text.encode(errors="replace"))
         except OSError as error:
             self._app.conversation.append(
                 Fault(f"The file cannot be written: {error.strerror}. Choose another place.")

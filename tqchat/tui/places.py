@@ -24,7 +24,7 @@ class Place:
 
     @property
     def path(self) -> Path:
-        return Path(self.typed).expanduser()
+        return Path(os.path.expanduser(self.typed))
 
 
 def places(typed: str) -> list[Place]:
@@ -35,7 +35,7 @@ def places(typed: str) -> list[Place]:
     folder, slash, start = typed.rpartition("/")
     wanted, until = start.lower(), monotonic() + _LONGEST_LISTING_S
     found: list[tuple[bool, bool, str, str]] = []
-    root = Path(folder + slash or ".").expanduser()
+    root = Path(os.path.expanduser(folder + slash or "."))
     with contextlib.suppress(OSError, ValueError), os.scandir(root) as entries:
         for entry in islice(entries, _MOST_LISTED):
             name = entry.name

@@ -3,10 +3,11 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import time
 
 from tqchat.chat.conversation import Conversation, Message
 from tqchat.chat.errors import ChatError
-from tqchat.chat.sessions import Session
+from tqchat.chat.sessions import Session, Transcript
 
 
 class Record:
@@ -35,6 +36,12 @@ class Record:
     @property
     def unanswered(self) -> bool:
         return bool(self.messages) and self.messages[-1].role == "user"
+
+    def transcript(self, model: str | None) -> Transcript:
+        """All that was said, saved or not; an unsaved conversation is held with `model`."""
+        if self.session is not None:
+            return self.session.transcript
+        return Transcript(time(), model, conversation=self.talk)
 
     def ask(self, text: str, model: str) -> Path | None:
         """The person's turn, on the disk when this returns.

@@ -44,6 +44,7 @@ class Progress:
     """Something with a beginning and an end: loading, prefill. `skipped` was there at the start.
 
     `rate` is per second, of what is new, smoothed: reading gets slower as a text gets longer.
+    `told_left`: the seconds left, where who works knows them better than the rate does.
     """
 
     label: str
@@ -51,14 +52,17 @@ class Progress:
     total: int = 0
     skipped: int = 0
     rate: float = 0.0
+    told_left: float | None = None
+    _told_at: float = 0.0
     _seen: int = field(init=False)
     _seen_at: float = field(default_factory=lambda: monotonic())
 
     def __post_init__(self) -> None:
         self._seen = self.skipped
 
-    def advance(self, done: int, total: int) -> None:
+    def advance(self, done: int, total: int, seconds_left: float | None = None) -> None:
         self.done, self.total = done, total
+        self.told_left, self._told_at = seconds_left, monotonic()
         elapsed = monotonic() - self._seen_at
         if elapsed > _LOOK_S and done > self._seen:
             rate = (done - self._seen) / elapsed
@@ -73,6 +77,8 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """None while it cannot be told."""
+        if self.told_left is not None:
+            return max(self.told_left - (monotonic() - self._told_at), 0.0)
         if not self.total or self.rate <= 0:
             return None
         return (self.total - self.done) / self.rate

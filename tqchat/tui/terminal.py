@@ -110,7 +110,11 @@ class TerminalDriver(LinuxDriver):
         while not self._has_prompt and not self.exit_event.wait(0.01):
             with contextlib.suppress(ScreenStackError):
                 self._has_prompt = self._app.focused is not None
-        super().run_input_thread()
+        try:
+            super().run_input_thread()
+        except Exception as error:
+            # Textual would show it on the terminal alone, and not fail.
+            self._app.call_later(self._app._handle_exception, error)
 
     def _sigtstp_application(self, *_: object) -> None:
         if self._is_on:

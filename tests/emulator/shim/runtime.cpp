@@ -1,4 +1,4 @@
-// Runs a Metal kernel that was compiled for the CPU.
+// Runs a Metal or CUDA kernel that was compiled for the CPU.
 //
 // Every lane is a fiber with a stack of its own. Lanes of one simdgroup run one after another, in a
 // chosen order, up to the next simdgroup operation; when the last has arrived all go on. A
@@ -19,6 +19,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <deque>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -31,8 +33,8 @@ const void* arguments[64];
 
 namespace {
 
-constexpr size_t kMaxLanes = 1024, kStackSize = 64 << 10, kArenaSize = 2ull << 30;
-constexpr size_t kRedZone = 64 << 10, kThreadgroupLimit = 32 << 10;
+constexpr size_t kMaxLanes = 1024, kStackSize = 256 << 10, kArenaSize = 2ull << 30;
+constexpr size_t kRedZone = 64 << 10;
 enum Memory { kDevice = 0, kThreadgroup = 1 };
 
 // ---------------------------------------------------------------------------------- fibers
@@ -180,7 +182,7 @@ char* arena;
 Shadow* shadow;
 uint32_t* readers;  // per byte of an input: threadgroup + 1 that read it, or kSeveral
 constexpr uint32_t kSeveral = ~0u;
-size_t arena_top, threadgroup_bytes;
+size_t arena_top, threadgroup_bytes, threadgroup_limit;
 std::vector<Region> regions;
 std::vector<Count> counts;
 size_t buffers;
@@ -190,6 +192,22 @@ struct Variable {
   void* address;
 };
 std::vector<Variable> variables;
+struct Copy {
+  void* to;
+  const void* from;
+  size_t size;
+};
+struct Copies {  // of one lane: those not committed, then groups, the oldest first
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+Copies copies[kMaxLanes];
+struct CopyBarrier {
+  bool copying;
+  Copy copy;
+  uint32_t completed;
+};
+std::map<void*, CopyBarrier> copy_barriers;
 std::vector<uint64_t> block_counts, op_counts;
 
 size_t allocate(size_t size, Memory memory, const char* name, bool writable) {
@@ -307,6 +325,31 @@ void check(void* address, size_t size, bool is_write, void* caller) {
   }
 }
 
+// ------------------------------------------------------------------------- asynchronous copies
+
+void copy_begins(const Copy& copy, void* caller) {
+  check(copy.to, copy.size, true, caller);
+  memset(copy.to, 0xff, copy.size);
+  if (checking)
+    for (size_t i = 0; i < copy.size; i++) shadow[(char*)copy.to - arena + i].initialised = false;
+}
+
+void copy_lands(const Copy& copy, bool own, void* caller) {
+  if (copy.from) {
+    check((void*)copy.from, copy.size, false, caller);
+    memcpy(copy.to, copy.from, copy.size);
+  } else {
+    memset(copy.to, 0, copy.size);
+  }
+  if (own) return check(copy.to, copy.size, true, caller);
+  if (checking)
+    for (size_t i = 0; i < copy.size; i++) {
+      Shadow& s = shadow[(char*)copy.to - arena + i];
+      s.initialised = true;
+      s.writer = {};
+    }
+}
+
 // --------------------------------------------------------------------------------- scheduler
 
 void (*kernel_entry)();
@@ -321,6 +364,7 @@ void fiber_main() {
 void start_lane(Lane& l, uint32_t i, const uint32_t* group) {
   const Geometry& g = geometry;
   l = {};
+  copies[i] = {};
   l.index = i;
   l.index_in_simd = i % kSimdWidth;
   l.simdgroup = &simdgroups[i / kSimdWidth];
@@ -369,6 +413,7 @@ void run_group(uint32_t serial, uint32_t order) {
   arena_top = buffers ? regions.back().offset + regions.back().size + kRedZone : 0;
   threadgroup_bytes = 0;
   variables.clear();
+  copy_barriers.clear();
   for (uint32_t i = 0; i < threads; i++) start_lane(lanes[i], i, group);
   for (uint32_t s = 0; s < g.simdgroups; s++) {
     Simdgroup& simd = simdgroups[s];
@@ -475,9 +520,9 @@ void* threadgroup_variable(const void* key, size_t size, const char* name, int l
   for (auto& variable : variables)
     if (variable.key == key) return variable.address;
   threadgroup_bytes += size;
-  if (threadgroup_bytes > kThreadgroupLimit) {
-    set_error("THREADGROUP MEMORY: %zu bytes with '%s' at line %d; Metal has %zu", threadgroup_bytes,
-              name, line, kThreadgroupLimit);
+  if (threadgroup_bytes > threadgroup_limit) {
+    set_error("THREADGROUP MEMORY: %zu bytes with '%s' at line %d; there are %zu",
+              threadgroup_bytes, name, line, threadgroup_limit);
     leave();
   }
   size_t offset = allocate(size, kThreadgroup, name, true);
@@ -486,6 +531,61 @@ void* threadgroup_variable(const void* key, size_t size, const char* name, int l
   variables.push_back({key, arena + offset});
   return arena + offset;
 }
+
+void copy_async(void* to, const void* from, size_t size) {
+  copy_begins({to, from, size}, __builtin_return_address(0));
+  copies[lane->index].open.push_back({to, from, size});
+}
+
+void copies_commit() {
+  Copies& own = copies[lane->index];
+  own.groups.push_back(std::move(own.open));
+  own.open.clear();
+}
+
+void copies_wait(size_t latest) {
+  auto& groups = copies[lane->index].groups;
+  for (; groups.size() > latest; groups.pop_front())
+    for (const Copy& copy : groups.front()) copy_lands(copy, true, __builtin_return_address(0));
+}
+
+void barrier_init(void* barrier) {
+  check(barrier, 8, true, __builtin_return_address(0));
+  copy_barriers[barrier] = {};
+}
+
+void copy_bulk(void* to, const void* from, size_t size, void* barrier) {
+  check(barrier, 8, false, __builtin_return_address(0));
+  CopyBarrier& at = copy_barriers[barrier];
+  if (at.copying || size % 16 || (size_t)to % 16 || (size_t)from % 16) {
+    set_error("BULK COPY of %zu bytes, unaligned or before the last one was waited for, by %s", size,
+              here().c_str());
+    leave();
+  }
+  copy_begins({to, from, size}, __builtin_return_address(0));
+  at.copying = true;
+  at.copy = {to, from, size};
+}
+
+void barrier_wait(void* barrier, uint32_t parity) {
+  check(barrier, 8, false, __builtin_return_address(0));
+  CopyBarrier& at = copy_barriers[barrier];
+  // The lane that is to start the copy may not have come to it yet.
+  for (int i = 0; (at.completed & 1) == parity && !at.copying; i++) {
+    if (i == 1000) {
+      set_error("ENDLESS WAIT for a copy that nobody started, by %s", here().c_str());
+      leave();
+    }
+    yield();
+  }
+  if ((at.completed & 1) != parity) return;
+  copy_lands(at.copy, false, __builtin_return_address(0));
+  at.copying = false;
+  at.completed++;
+}
+
+uint32_t short_address(const void* p) { return (const char*)p - arena; }
+void* from_short_address(uint32_t address) { return arena + address; }
 
 }  // namespace msl
 
@@ -504,6 +604,7 @@ struct Buffer {
 struct Launch {
   uint32_t grid[3], threadgroup[3];
   uint32_t order, reduction_tree, checked, blocks;
+  uint32_t threadgroup_limit, flush_denormals;
   void (*entry)();
 };
 
@@ -517,6 +618,7 @@ int msl_launch(const Buffer* buffer, uint32_t n, const Launch* launch) {
   error[0] = 0;
   checking = launch->checked;
   reduction_tree = launch->reduction_tree;
+  threadgroup_limit = launch->threadgroup_limit;
   random_state = 88172645463325252ull + launch->order * 7919ull;
   kernel_entry = launch->entry;
   block_counts.assign(launch->blocks, 0);
@@ -566,11 +668,11 @@ int msl_launch(const Buffer* buffer, uint32_t n, const Launch* launch) {
     groups *= geometry.groups[d];
   }
   if (threads > kMaxLanes) {
-    set_error("a threadgroup of %lu threads; Metal has at most %zu", threads, kMaxLanes);
+    set_error("a threadgroup of %lu threads; there are at most %zu", threads, kMaxLanes);
     return 1;
   }
   unsigned mode = _mm_getcsr();
-  _mm_setcsr(mode | 0x8040);  // Apple GPUs flush float32 denormals to zero
+  if (launch->flush_denormals) _mm_setcsr(mode | 0x8040);
   for (uint32_t serial : ordered(groups, launch->order)) {
     run_group(serial, launch->order);
     if (failed) break;

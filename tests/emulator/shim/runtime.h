@@ -59,4 +59,17 @@ void matrix_place(uint32_t lane, uint32_t& row, uint32_t& column);
 void matrix_multiply_accumulate(const float* left, const float* right, float* sum, int line);
 void* threadgroup_variable(const void* key, size_t size, const char* name, int line);
 
+// CUDA's asynchronous copies to threadgroup memory, which take place as late as they may: a lane's
+// own when it waits for them, and then they are its writes; a barrier's when the first lane waits
+// for it, and then everyone's who waited. Until then what is copied to must not be touched.
+void copy_async(void* to, const void* from, size_t size);  // zeros, where from is null
+void copies_commit();
+void copies_wait(size_t latest);  // all but so many groups
+void barrier_init(void* barrier);
+void copy_bulk(void* to, const void* from, size_t size, void* barrier);
+void barrier_wait(void* barrier, uint32_t parity);
+// Addresses of 32 bits.
+uint32_t short_address(const void* p);
+void* from_short_address(uint32_t address);
+
 }  // namespace msl

@@ -1,5 +1,6 @@
 """The single lines at the edges: what is loaded, what is going on, which keys matter now."""
 
+import math
 from collections.abc import Sequence
 
 from textual import events
@@ -102,7 +103,7 @@ class Activity(Static):
         self, parts: list[tuple[str, str]], progress: Progress, figures: str, rate: str
     ) -> None:
         seconds = progress.seconds_left
-        left = [] if seconds is None else [f"{seconds_text(seconds)} left"]
+        left = [] if seconds is None else [f"{_countdown(seconds)} left"]
         share = f" {progress.share:.0%}"
         label = Content.assemble(*parts).truncate(max(self.size.width - 40, 10), ellipsis=True)
         # As much as there is room for beside a bar; how long it takes matters most.
@@ -113,6 +114,11 @@ class Activity(Static):
                 break
         line = label + bar(progress.share, max(min(room, _WIDEST_BAR), 0)) + told
         self._put(line.truncate(self.size.width, ellipsis=True))
+
+
+def _countdown(seconds: float) -> str:
+    """Whole seconds: tenths of an estimate would only flicker."""
+    return f"{max(math.ceil(seconds), 1)} s" if seconds < 9 else seconds_text(seconds)
 
 
 class KeyHints(Static):
