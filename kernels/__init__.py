@@ -7,7 +7,7 @@
 from tqchat.kernels.backend import Array, Backend
 from tqchat.kernels.layout import BLOCK, GROUP, SINK, TAIL_MAX, TAIL_MIN, tile_words
 from tqchat.kernels.select import select
-from tqchat.kernels.view import KVView
+from tqchat.kernels.view import KeysOfValues, KVView
 from tqchat.kernels.weight import Weight
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Array",
     "Backend",
     "KVView",
+    "KeysOfValues",
     "Weight",
     "select",
     "tile_words",

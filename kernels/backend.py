@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from tqchat.kernels import codec
-from tqchat.kernels.view import KVView
+from tqchat.kernels.view import KeysOfValues, KVView
 from tqchat.kernels.weight import Weight
 
 # An mx.array; in the CPU backend a numpy array, which has the same operators and methods.
@@ -43,6 +43,8 @@ class Backend:
     asynchronous = False
     # Whether a decode step can be traced once and run with any counts (`append_and_attend`).
     compiles_steps = False
+    # Whether a sealed cache may hold V alone where K is made of it (`KeysOfValues`).
+    derives_keys = True
     # Tokens prefilled at a time: a stop is heard between chunks, so one must stay short.
     prefill_chunk = 512
 
@@ -247,11 +249,22 @@ class Backend:
         k, v = codec.unseal(tiles, self.kv_bits)
         return k.astype(self.dtype), v.astype(self.dtype)
 
-    def to_canonical(self, tiles: Array) -> Array:
-        """This backend's tiles in the order of `layout`, as an MLX array."""
+    def seal_values(self, v: Array) -> Array:
+        """Tiles (n_kv_heads, n, tile_words) that hold V (n_kv_heads, n * BLOCK, head_dim) alone."""
+        return codec.seal_channels(v, self.kv_bits)
+
+    def unseal_values(self, tiles: Array) -> Array:
+        """V (n_kv_heads, n * BLOCK, head_dim) of tiles that hold it alone, as `unseal`."""
+        return codec.unseal_channels(tiles, self.kv_bits).astype(self.dtype)
+
+    def to_canonical(self, tiles: Array, k_is_v: bool = False) -> Array:
+        """This backend's tiles in the order of `layout`, as an MLX array.
+
+        k_is_v: they hold V alone.
+        """
         return tiles
 
-    def from_canonical(self, tiles: mx.array) -> Array:
+    def from_canonical(self, tiles: mx.array, k_is_v: bool = False) -> Array:
         """Tiles in the order of `layout` in this backend's order."""
         return tiles
 
@@ -338,12 +351,21 @@ class Backend:
         )[0]
 
     def _held(self, view: KVView) -> tuple[Array, Array]:
-        k, v = self.unseal(view.tiles[:, : view.n_blocks])
+        tiles = view.tiles[:, : view.n_blocks]
         sink, tail = slice(0, view.n_sink), slice(0, view.n_tail)
-        return (
-            self.concatenate_tokens([view.sink_k[:, sink], k, view.tail_k[:, tail]]),
-            self.concatenate_tokens([view.sink_v[:, sink], v, view.tail_v[:, tail]]),
-        )
+
+        def joined(sink_x: Array, x: Array, tail_x: Array) -> Array:
+            return self.concatenate_tokens([sink_x[:, sink], x, tail_x[:, tail]])
+
+        if view.keys is not None:
+            v = joined(view.sink_v, self.unseal_values(tiles), view.tail_v)
+            return self._keys(v, view.keys), v
+        k, v = self.unseal(tiles)
+        return joined(view.sink_k, k, view.tail_k), joined(view.sink_v, v, view.tail_v)
+
+    def _keys(self, v: Array, keys: KeysOfValues) -> Array:
+        """K of V, both (n_kv_heads, tokens, head_dim), from position 0 on."""
+        return self.rope(v * keys.weight, keys.periods, 0)
 
 
 def _gather(x: mx.array, weight: Weight, index: mx.array, grouped: bool) -> mx.array:

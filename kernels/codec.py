@@ -6,10 +6,11 @@ float32 and then rounded to fp16; codes are round-half-even((x - mid) / scale) w
 parameters. A group whose scale rounds to zero has all codes 0, so it comes back as mid. Input is
 saturated to the finite fp16 range and NaN counts as 0: a cache must hold whatever a model produces.
 
-After KIVI (arXiv:2402.02750): K per channel, V per token.
+After KIVI (arXiv:2402.02750): K per channel, V per token; V per channel where it is held alone.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -111,55 +112,70 @@ def widen_words(words: mx.array) -> mx.array:
     return fours.reshape(*shape[:-1], 4 * shape[-1])
 
 
-def narrow_tiles(tiles: mx.array) -> mx.array:
+def narrow_tiles(tiles: mx.array, k_is_v: bool = False) -> mx.array:
     """Canonical tiles of 3 bits, of ones whose code words are still as with 4."""
-    k, k_params, v, v_params = split_tile(tiles, 4)
-    return mx.concatenate([narrow_words(k), k_params, narrow_words(v), v_params], axis=-1)
+    parts = split_tile(tiles, 4, k_is_v)
+    parts[::2] = map(narrow_words, parts[::2])
+    return mx.concatenate(parts, axis=-1)
 
 
-def widen_tiles(tiles: mx.array) -> mx.array:
+def widen_tiles(tiles: mx.array, k_is_v: bool = False) -> mx.array:
     """The reverse of `narrow_tiles`."""
-    k, k_params, v, v_params = split_tile(tiles, 3)
-    return mx.concatenate([widen_words(k), k_params, widen_words(v), v_params], axis=-1)
+    parts = split_tile(tiles, 3, k_is_v)
+    parts[::2] = map(widen_words, parts[::2])
+    return mx.concatenate(parts, axis=-1)
 
 
-def split_tile(tiles: Any, bits: int) -> list[Any]:
-    """K codes, K parameters, V codes, V parameters: (n_kv_heads, n, words) each."""
-    dim = tiles.shape[-1] // (2 * (bits + 1))
-    return [
-        tiles[..., : bits * dim],
-        tiles[..., bits * dim : (bits + 1) * dim],
-        tiles[..., (bits + 1) * dim : (2 * bits + 1) * dim],
-        tiles[..., (2 * bits + 1) * dim :],
-    ]
+def split_tile(tiles: Any, bits: int, k_is_v: bool = False) -> list[Any]:
+    """K codes, K parameters, V codes, V parameters: (n_kv_heads, n, words) each; V's alone if
+    `k_is_v`."""
+    halves = 1 if k_is_v else 2
+    dim = tiles.shape[-1] // (halves * (bits + 1))
+    ends = [0, bits, bits + 1, 2 * bits + 1, 2 * bits + 2][: 2 * halves + 1]
+    return [tiles[..., a * dim : b * dim] for a, b in pairwise(ends)]
 
 
 def seal(k: mx.array, v: mx.array, bits: int = 4) -> mx.array:
     """Tiles (n_kv_heads, n, tile_words) of K and V, both (n_kv_heads, n * BLOCK, head_dim)."""
-    heads, tokens, dim = k.shape
+    heads, tokens, dim = v.shape
     n = tokens // BLOCK
-    k = k.reshape(heads, n, BLOCK, dim)
     v = v.reshape(heads, n, BLOCK, dim // GROUP, GROUP)
-    k_codes, k_scale, k_mid = quantize(k, axis=2, bits=bits)
-    v_codes, v_scale, v_mid = quantize(v, axis=4, bits=bits)
-    parts = (
-        pack_codes(k_codes, bits),
-        pack_parameters(k_scale, k_mid),
-        pack_codes(v_codes.reshape(heads, n, BLOCK, dim), bits),
-        pack_parameters(v_scale, v_mid),
-    )
-    return mx.concatenate([part.reshape(heads, n, -1) for part in parts], axis=-1)
+    codes, scale, mid = quantize(v, axis=4, bits=bits)
+    parts = [
+        seal_channels(k, bits),
+        pack_codes(codes.reshape(heads, n, BLOCK, dim), bits).reshape(heads, n, -1),
+        pack_parameters(scale, mid).reshape(heads, n, -1),
+    ]
+    return mx.concatenate(parts, axis=-1)
 
 
 def unseal(tiles: mx.array, bits: int = 4) -> tuple[mx.array, mx.array]:
     """The reverse of `seal`, but for what rounding lost: K and V in float32."""
     heads, n, words = tiles.shape
     dim = words // (2 * (bits + 1))
-    k_words, k_params, v_words, v_params = split_tile(tiles, bits)
-    k_scale, k_mid = unpack_parameters(k_params.reshape(heads, n, 1, dim))
-    k_codes = unpack_codes(k_words, bits).reshape(heads, n, BLOCK, dim)
-    k = dequantize(k_codes, k_scale, k_mid)
-    v_scale, v_mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
-    v_codes = unpack_codes(v_words, bits).reshape(heads, n, BLOCK, dim // GROUP, GROUP)
-    v = dequantize(v_codes, v_scale, v_mid)
-    return k.reshape(heads, n * BLOCK, dim), v.reshape(heads, n * BLOCK, dim)
+    *_, v_words, v_params = split_tile(tiles, bits)
+    scale, mid = unpack_parameters(v_params.reshape(heads, n, BLOCK, dim // GROUP, 1))
+    codes = unpack_codes(v_words, bits).reshape(heads, n, BLOCK, dim // GROUP, GROUP)
+    v = dequantize(codes, scale, mid)
+    return unseal_channels(tiles[..., : words // 2], bits), v.reshape(heads, n * BLOCK, dim)
+
+
+def seal_channels(x: mx.array, bits: int = 4) -> mx.array:
+    """K's half of tiles, or whole ones that hold V alone: (n_kv_heads, n, (bits + 1) * head_dim).
+
+    x: (n_kv_heads, n * BLOCK, head_dim)
+    """
+    heads, tokens, dim = x.shape
+    n = tokens // BLOCK
+    codes, scale, mid = quantize(x.reshape(heads, n, BLOCK, dim), axis=2, bits=bits)
+    parts = (pack_codes(codes, bits), pack_parameters(scale, mid))
+    return mx.concatenate([part.reshape(heads, n, -1) for part in parts], axis=-1)
+
+
+def unseal_channels(tiles: mx.array, bits: int = 4) -> mx.array:
+    """The reverse of `seal_channels`, but for what rounding lost, in float32."""
+    words, parameters = split_tile(tiles, bits, k_is_v=True)
+    heads, n, dim = parameters.shape
+    scale, mid = unpack_parameters(parameters.reshape(heads, n, 1, dim))
+    codes = unpack_codes(words, bits).reshape(heads, n, BLOCK, dim)
+    return dequantize(codes, scale, mid).reshape(heads, n * BLOCK, dim)

@@ -21,6 +21,10 @@ Codes of 3 bits are code + 4 in 0..7, so the top bit of each nibble is free. Of 
 words the last is given away to the top bits of the other three: bit i of its nibbles to word i. A
 tile is then 8 * head_dim words (4 bits per element): 3 head_dim of K codes, head_dim of K
 parameters, and the same of V.
+
+Where K is made of V (`view.KeysOfValues`), V alone is held: sink and tail have no K, and a tile is
+the first half of the above, of V. Its parameters are per channel, as K's: scores are then sums over
+channels with one factor each, and so are V's own sums over tokens.
 """
 
 BLOCK = 32
@@ -34,10 +38,13 @@ TAIL_CAPACITY = TAIL_MAX + 1
 MAX_DECODE_TOKENS = 8
 
 
-def tile_words(head_dim: int, bits: int = 4) -> int:
-    """Words of 32 bits in one tile (one KV head, BLOCK tokens, K and V), codes of 3 or 4 bits."""
-    return 2 * (bits + 1) * head_dim
+def tile_words(head_dim: int, bits: int = 4, k_is_v: bool = False) -> int:
+    """Words of 32 bits in one tile (one KV head, BLOCK tokens), codes of 3 or 4 bits.
+
+    It holds K and V, or V alone if `k_is_v`.
+    """
+    return (1 if k_is_v else 2) * (bits + 1) * head_dim
 
 
-def tile_bytes(head_dim: int, bits: int = 4) -> int:
-    return 4 * tile_words(head_dim, bits)
+def tile_bytes(head_dim: int, bits: int = 4, k_is_v: bool = False) -> int:
+    return 4 * tile_words(head_dim, bits, k_is_v)

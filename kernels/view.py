@@ -7,6 +7,18 @@ from tqchat.kernels.layout import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
+class KeysOfValues:
+    """How K is made of V, so that V alone need be held: K = rope(weight * V) at V's own position.
+
+    weight: (head_dim,), of the norm that K has and V has not
+    periods: as `Backend.rope` takes them; those of what does not turn are infinite, and last
+    """
+
+    weight: Any
+    periods: Any
+
+
+@dataclass(frozen=True, slots=True)
 class KVView:
     """Whole buffers and how much of each is filled; positions run sink, tiles, tail.
 
@@ -15,6 +27,8 @@ class KVView:
     tail_k, tail_v: (n_kv_heads, TAIL_CAPACITY, head_dim), 16 bits
     lengths: (4,), int32, n_sink, n_blocks, n_tail and 0 on the device, for a decode step that is
         compiled once and run with any counts; the counts themselves then mean nothing
+    keys: if V alone is held, what K is made by. Tiles are then tile_words(head_dim, k_is_v=True)
+        wide, sink_k and tail_k have no channels, and the first token held is at position 0
     """
 
     sink_k: Any
@@ -26,6 +40,7 @@ class KVView:
     n_blocks: int
     n_tail: int
     lengths: Any = None
+    keys: KeysOfValues | None = None
 
     @property
     def length(self) -> int:

@@ -27,15 +27,19 @@ def test_the_metal_kernels_are_sound() -> None:
         make_kernel=partial(EmulatedKernel, checked=False), cores=8, compile_ahead=False
     )
     findings = list(doctor.check_kernels(kernels, 64))
-    assert len(findings) == 7
+    findings += doctor.check_kernels(kernels, 64, k_is_v=True)
+    assert len(findings) == 14
     assert not any(finding.is_wrong for finding in findings)
 
 
 class Broken(Backend):
-    """Attends to half as much, cannot prefill, and seals V into K's place."""
+    """Attends to half as much, cannot prefill, and seals V into K's place, or upside down."""
 
     def seal(self, k: Any, v: Any) -> Any:
         return super().seal(v, k)
+
+    def seal_values(self, v: Any) -> Any:
+        return super().seal_values(-v)
 
     def attend(self, q: Any, view: KVView, scale: float, **options: Any) -> Any:
         return super().attend(q, view, scale / 2, **options)
@@ -55,3 +59,4 @@ def test_broken_kernels_are_wrong(
     assert "prefill, head_dim 64" in lines[-1]
     assert len(wrong) % 6 == 0  # of seven kernels one is sound: unsealing
     assert "WRONG  prefill, head_dim 64: no such kernel" in wrong
+    assert len([line for line in wrong if "head_dim 512, V alone" in line]) == 6

@@ -2,10 +2,10 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +14,12 @@ from tests.tiny import LLAMA
 from tqchat.cli import main
 from tqchat.engine import plan
 from tqchat.engine.cache import DenseCache, SealedCache
-from tqchat.kernels import select
+from tqchat.kernels import Backend, KeysOfValues
+from tqchat.kernels.cuda.backend import CUDA as CUDABackend
+from tqchat.kernels.metal.backend import Metal
 from tqchat.models.config import Config
 from tqchat.models.registry import architecture
+from tqchat.plan import CPU, CUDA, METAL
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 GIB = 1 << 30
@@ -105,21 +108,37 @@ def test_what_is_no_size_is_refused(capsys, size: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 3000), st.sampled_from(["int4", "int3", "fp16"]))
-def test_a_cache_never_takes_more_than_planned(tokens: int, kv: str) -> None:
+@given(
+    st.integers(1, 3000),
+    st.sampled_from(["int4", "int3", "fp16"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_cache_never_takes_more_than_planned(
+    tokens: int, kv: str, k_is_v: bool, derives_keys: bool
+) -> None:
     shape = architecture(Config("tiny", LLAMA)).parse(Config("tiny", LLAMA))
-    backend = select(mx.float16, kv_bits=3 if kv == "int3" else 4)
+    shape = replace(shape, kv_layers=[replace(x, k_is_v=k_is_v) for x in shape.kv_layers])
+    backend = Backend(mx.float32, kv_bits=3 if kv == "int3" else 4)
+    backend.derives_keys = derives_keys
     make = DenseCache if kv == "fp16" else SealedCache
-    cache = make(backend, shape.n_kv_heads, shape.head_dim)
-    x = backend.load_table(mx.array(np.ones((2, tokens, 32), np.float32)))
-    q = backend.load_table(mx.array(np.ones((4, tokens, 32), np.float32)))
+    cache = make(backend, shape.kv_layers[0])
+    keys = KeysOfValues(mx.ones(32), mx.ones(16))
     cache.reserve(tokens)
-    cache.attend(q, x, x, 1.0)
-    need = plan.kv_bytes(shape, tokens, kv)
+    cache.attend(mx.ones((4, tokens, 32)), *mx.ones((2, 2, tokens, 32)), 1.0, keys=keys)
+    need = plan.kv_bytes(shape, tokens, kv, derives_keys)
     assert shape.n_layers * cache.nbytes <= need
     assert need <= shape.n_layers * (cache.nbytes + 127 * 4 * 2 * 32)
     # With the buffers' room for more.
-    assert shape.n_layers * cache.nbytes_allocated == plan.allocated_bytes(shape, tokens, kv)
+    assert shape.n_layers * cache.nbytes_allocated == plan.allocated_bytes(
+        shape, tokens, kv, derives_keys
+    )
+
+
+def test_plans_count_what_backends_hold() -> None:
+    assert METAL.derives_keys == Metal.derives_keys
+    assert CUDA.derives_keys == CUDABackend.derives_keys
+    assert CPU.derives_keys == Backend.derives_keys
 
 
 @given(st.integers(1, 200_000), st.integers(30, 80))

@@ -1,7 +1,7 @@
 """`tqchat doctor`: what this machine has, and whether the kernels compute what they should."""
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from tqchat.engine.memory import machine_memory
 from tqchat.engine.memory import measure as measure_memory
-from tqchat.kernels import BLOCK, SINK, Array, Backend, KVView, select
+from tqchat.kernels import BLOCK, SINK, Array, Backend, KeysOfValues, KVView, select
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY
 
 GIB = 2**30
@@ -49,6 +49,8 @@ def examine() -> Iterator[Finding]:
         yield Finding("backend", backend.name, bool(backend.note), backend.note)
         for head_dim in (64, 128, 256, 512):
             yield from check_kernels(backend, head_dim)
+        if backend.derives_keys:
+            yield from check_kernels(backend, 512, k_is_v=True)
         yield from check_kernels(select(dtype, kv_bits=3), 128)
 
 
@@ -73,9 +75,13 @@ def _memory(info: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("wired memory", text)
 
 
-def check_kernels(backend: Backend, head_dim: int) -> Iterator[Finding]:
-    """Hold each kernel of a backend against plain MLX operations in float32."""
-    cache = _Cache(backend, head_dim)
+def check_kernels(backend: Backend, head_dim: int, k_is_v: bool = False) -> Iterator[Finding]:
+    """Hold each kernel of a backend against plain MLX operations in float32.
+
+    k_is_v: those of a cache that holds V alone.
+    """
+    cache = _Cache(backend, head_dim, k_is_v)
+    window, looks = (None, "sinks") if k_is_v else (500, "window and sinks")
     checks: dict[str, Callable[[], float]] = {
         "sealing": cache.sealing,
         "unsealing": cache.unsealing,
@@ -84,13 +90,14 @@ def check_kernels(backend: Backend, head_dim: int) -> Iterator[Finding]:
         f"attention, {MAX_DECODE_TOKENS} tokens": lambda: cache.attention(
             cache.n_blocks, MAX_DECODE_TOKENS
         ),
-        "attention, window and sinks": lambda: cache.attention(
-            cache.n_blocks, 1, window=500, sinks=cache.logits
+        f"attention, {looks}": lambda: cache.attention(
+            cache.n_blocks, 1, window=window, sinks=cache.logits
         ),
         "prefill": cache.prefill,
     }
     for name, check in checks.items():
         subject = f"{name}, head_dim {head_dim}" + (", int3" if backend.kv_bits == 3 else "")
+        subject += ", V alone" if k_is_v else ""
         try:
             error = check()
         except Exception as fault:
@@ -108,22 +115,25 @@ class _Cache:
 
     n_heads, n_kv_heads, n_blocks, n_tail = 8, 2, 40, 70
 
-    def __init__(self, backend: Backend, head_dim: int) -> None:
+    def __init__(self, backend: Backend, head_dim: int, k_is_v: bool) -> None:
         self._backend = backend
         self._oracle = Backend(mx.float32, backend.cache_dtype, backend.kv_bits)
-        self._dim = head_dim
+        self._dim, self._k_is_v = head_dim, k_is_v
         self._key = mx.random.key(0)
 
     def sealing(self) -> float:
         """The share of words that differ from the oracle's: there should be none."""
-        k, v = self._random(BLOCK * self.n_blocks), self._random(BLOCK * self.n_blocks)
-        tiles = self._backend.to_canonical(self._backend.seal(self._own(k), self._own(v)))
-        return float(np.mean(np.array(tiles != self._oracle.seal(k, v))))
+        blocks = self._blocks(self.n_blocks)
+        tiles = self._seal(self._backend, map(self._own, blocks))
+        tiles = self._backend.to_canonical(tiles, self._k_is_v)
+        return float(np.mean(np.array(tiles != self._seal(self._oracle, blocks))))
 
     def unsealing(self) -> float:
-        tiles = self._tiles(self.n_blocks)
-        got = self._backend.unseal(self._backend.from_canonical(tiles))
-        return max(map(_error, got, self._oracle.unseal(tiles)))
+        tiles = self._seal(self._oracle, self._blocks(self.n_blocks))
+        own = self._backend.from_canonical(tiles, self._k_is_v)
+        if self._k_is_v:
+            return _error(self._backend.unseal_values(own), self._oracle.unseal_values(tiles))
+        return max(map(_error, self._backend.unseal(own), self._oracle.unseal(tiles)))
 
     @property
     def logits(self) -> mx.array:
@@ -162,21 +172,32 @@ class _Cache:
         own = self._backend.zeros((1,), mx.uint32)
         return x if isinstance(own, mx.array) else np.array(x)
 
-    def _tiles(self, n_blocks: int) -> mx.array:
-        tiles: mx.array = self._oracle.seal(
-            self._random(BLOCK * n_blocks), self._random(BLOCK * n_blocks)
-        )
-        return tiles
+    def _blocks(self, n: int) -> list[mx.array]:
+        """K and V, or V alone, of n blocks."""
+        return [self._random(BLOCK * n) for _ in range(1 if self._k_is_v else 2)]
+
+    def _seal(self, backend: Backend, blocks: Iterable[Array]) -> Array:
+        return backend.seal_values(*blocks) if self._k_is_v else backend.seal(*blocks)
+
+    def _keys(self, backend: Backend) -> KeysOfValues | None:
+        """As Gemma 4 has them: a quarter of the channels turns."""
+        if not self._k_is_v:
+            return None
+        share = mx.arange(self._dim // 2) / (self._dim // 2)
+        periods = mx.where(share < 0.25, 1e6**share, mx.inf)
+        weight = 0.5 + mx.arange(self._dim) / self._dim
+        return KeysOfValues(backend.load_vector(weight), backend.load_table(periods))
 
     def _views(self, n_blocks: int) -> tuple[KVView, KVView]:
-        tiles = self._tiles(n_blocks)
+        tiles = self._seal(self._oracle, self._blocks(n_blocks))
         sink, tail = self._random(SINK), self._random(TAIL_CAPACITY)
         lengths = (SINK, n_blocks, self.n_tail)
         own_sink, own_tail = self._own(sink), self._own(tail)
-        own_tiles = self._backend.from_canonical(tiles)
+        own_tiles = self._backend.from_canonical(tiles, self._k_is_v)
+        own_keys, keys = self._keys(self._backend), self._keys(self._oracle)
         return (
-            KVView(own_sink, own_sink, own_tiles, own_tail, own_tail, *lengths),
-            KVView(sink, sink, tiles, tail, tail, *lengths),
+            KVView(own_sink, own_sink, own_tiles, own_tail, own_tail, *lengths, keys=own_keys),
+            KVView(sink, sink, tiles, tail, tail, *lengths, keys=keys),
         )
 
 

@@ -24,7 +24,8 @@ from tqchat.models.registry import Shape, architecture
 from tqchat.units import bytes_text
 
 SUMMARY = "What memory a model needs at each context length, and the longest that fits."
-GPU = plan.Prefill(chunk=512)
+METAL = plan.Prefill(chunk=512)
+CUDA = plan.Prefill(chunk=512, derives_keys=False)
 # Activations in 32 bits, and codes that are read as they lie.
 CPU = plan.Prefill(chunk=256, activation_bytes=4, past_bytes=0)
 # macOS lets a GPU wire about three quarters of the memory unless the limit is raised.
@@ -41,7 +42,7 @@ class Limit:
 
     default: int
     raised: int
-    prefill: plan.Prefill = GPU
+    prefill: plan.Prefill = METAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class Report:
     limit: Limit
     needs: Sequence[plan.Need]
     longest: int
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return plan.token_bytes(self.shape, self.kv, self.limit.prefill.derives_keys)
 
     @property
     def command(self) -> str | None:
@@ -120,7 +125,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "model": report.name,
         "kv": report.kv,
         "weights_bytes": report.weights,
-        "kv_token_bytes": plan.token_bytes(report.shape, report.kv),
+        "kv_token_bytes": report.kv_token_bytes,
         "limit_bytes": report.limit.default,
         "raised_limit_bytes": report.limit.raised,
         "trained_context": report.shape.context,
@@ -145,7 +150,7 @@ def text(report: Report) -> str:
     with console.capture() as capture:
         console.print(table)
     beyond = ", more than it was trained for" if report.longest > report.shape.context else ""
-    token = plan.token_bytes(report.shape, report.kv)
+    token = report.kv_token_bytes
     growth = f"KV {bytes_text(token)} a token" if token else "KV that ends with its windows"
     parts = [
         f"{report.name}: weights {bytes_text(report.weights)}, {growth}, "
@@ -209,7 +214,9 @@ def _mac(memory: int) -> Limit:
 
 def device() -> Limit:
     limit = memory.measure(0, 0).limit
-    prefill = CPU if mx.default_device().type == mx.cpu else GPU
+    prefill = METAL if mx.metal.is_available() else CUDA
+    if mx.default_device().type == mx.cpu:
+        prefill = CPU
     return Limit(limit, memory.raised_limit(limit), prefill)
 
 

@@ -22,8 +22,11 @@ def rope(x: Floats, table: Floats, /) -> Floats:
 def write(buffer: NDArray[np.float16], start: int, x: NDArray[Any], /) -> None:
     """buffer[:, start : start + x.shape[1]] = x; they may overlap."""
 
-def seal(k: NDArray[Any], v: NDArray[Any], bits: int, /) -> Words: ...
+def seal(k: NDArray[Any] | None, v: NDArray[Any], bits: int, /) -> Words:
+    """k None: V is alone."""
+
 def unseal(tiles: Words, bits: int, /) -> tuple[Floats, Floats]: ...
+def unseal_values(tiles: Words, bits: int, /) -> Floats: ...
 def attend(
     q: Floats,
     view: KVView | None,
@@ -33,9 +36,14 @@ def attend(
     softcap: float | None,
     sinks: Floats | None,
     window: int | None,
+    keys: tuple[Floats, Floats, Floats, int] | None,
     /,
 ) -> Floats:
-    """q attends to what `view` holds and then to k and v; its tokens are the last of those."""
+    """q attends to what `view` holds and then to k and v; its tokens are the last of those.
+
+    keys: if `view` holds V alone: weight (head_dim,), starts (blocks, 2, pairs) and places (BLOCK,
+    2, pairs), cosines and sines, and between which channels a pair lies.
+    """
 
 def set_threads(n: int, /) -> int:
     """Returns how many there will be: there is a most."""

@@ -2,7 +2,8 @@
  *
  * Keys come in units of up to BLOCK tokens: a tile, or some rows. A row is one query token of one
  * query head; the rows of all heads that share a KV head go together, so that K and V are read and
- * dequantised once for all of them. */
+ * dequantised once for all of them. Where V is alone, K of a unit is written to rows, which stay in
+ * a core's cache. */
 
 typedef struct {
     const Span *span;
@@ -58,6 +59,64 @@ INLINE void mask_scores(float *scores, int low, int high) {
         scores[i] = -INFINITY;
 }
 
+/* LANES pairs of k, or the first n of them, turned to a block's start and then to a place in it. */
+INLINE void turn_pairs(const Keys *keys, const float *start, const float *place, float *k, int n) {
+    vf c0 = load_n(start, n), s0 = load_n(start + keys->pairs, n);
+    vf c1 = load_n(place, n), s1 = load_n(place + keys->pairs, n);
+    vf cosine = c0 * c1 - s0 * s1, sine = s0 * c1 + c0 * s1;
+    vf x = load_n(k, n), y = load_n(k + keys->half, n);
+    store_n(k, x * cosine - y * sine, n);
+    store_n(k + keys->half, y * cosine + x * sine, n);
+}
+
+/* LANES channels of 8 tokens of a tile that holds V alone, times `factor`, to rows `stride` apart. */
+INLINE void write_values(const Tile *tile, int64_t dim, int token, int64_t c, vf factor, float *to,
+                         int64_t stride) {
+    vf scale = load_half(tile->scales + c), base = base_of(tile, scale, load_half(tile->mids + c));
+    vu words = load_words(tile->v + token / 8 * dim + c);
+    scale *= factor;
+    base *= factor;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        store(to + i * stride, nibble(words >> (4 * i)) * scale + base);
+}
+
+/* Of written keys; no power of two, for the cache's sake. */
+INLINE int64_t key_stride(int64_t dim) { return dim + 16; }
+
+INLINE int64_t written_floats(const Attention *a) {
+    return a->keys.weight ? BLOCK * key_stride(a->head_dim) : 0;
+}
+
+/* K of a unit where V is alone, made of `tile` if it is one, to rows `to`; NULL if K is held. */
+static const float *write_keys(const Attention *a, const Unit *u, const Tile *tile, int64_t head,
+                               float *to) {
+    const Keys *keys = &a->keys;
+    const Span *span = u->span;
+    int64_t dim = a->head_dim, stride = key_stride(dim);
+    if (span->tiles.start ? !span->tiles.k_is_v : span->k.start != NULL)
+        return NULL;
+    for (int t = 0; t < u->tokens; t += span->tiles.start ? 8 : 1)
+        for (int64_t c = 0; c < dim; c += LANES) {
+            float *k = to + t * stride + c;
+            vf weight = load(keys->weight + c);
+            if (span->tiles.start)
+                write_values(tile, dim, t, c, weight, k, stride);
+            else
+                store(k, weight * load_row(span->v.format, row_at(&span->v, head, u->first + t), c));
+        }
+    const float *start = keys->starts + (u->position + BLOCK - 1) / BLOCK * 2 * keys->pairs;
+    for (int t = 0; t < u->tokens; t++) {
+        const float *place = keys->places + t * 2 * keys->pairs;
+        int64_t i = 0;
+        for (; i + LANES <= keys->pairs; i += LANES)
+            turn_pairs(keys, start + i, place + i, to + t * stride + i, LANES);
+        if (i < keys->pairs)
+            turn_pairs(keys, start + i, place + i, to + t * stride + i, (int)(keys->pairs - i));
+    }
+    return to;
+}
+
 /* Less than every score that counts, and finite, so that differences are numbers. */
 static const float NOTHING_YET = -1e30f;
 
@@ -92,7 +151,7 @@ INLINE void fetch_tile(const Attention *a, int64_t head, const Unit *u, int64_t 
     if (!tiles->start || u->first / BLOCK + ahead >= u->span->tokens / BLOCK)
         return;
     const uint32_t *words = tile_words(tiles, head, u->first / BLOCK + ahead, a->head_dim);
-    for (int64_t i = 0; i < tile_size(tiles->bits, a->head_dim); i += 16)
+    for (int64_t i = 0; i < tile_size(tiles->bits, tiles->k_is_v, a->head_dim); i += 16)
         __builtin_prefetch(words + i, 0, 2);
 }
 
@@ -101,7 +160,7 @@ INLINE void scores_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     for (int r = 0; r < n; r++)
         constant[r] = (vf){0};
     for (int64_t c = 0; c < dim; c += LANES) {
-        vf scale = load_half(tile->k_scales + c), base = base_of(tile, scale, load_half(tile->k_mids + c));
+        vf scale = load_half(tile->scales + c), base = base_of(tile, scale, load_half(tile->mids + c));
         for (int r = 0; r < n; r++) {
             vf q = load(rows[r].q + c);
             store(rows[r].k_folded + c, q * scale);
@@ -138,12 +197,61 @@ INLINE void scores_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     }
 }
 
+/* Adds LANES channels, and the next, of a tile's codes, by `weights` of n rows' tokens. */
+INLINE void add_codes(int n, const float *const *weights, const Tile *tile, int64_t dim,
+                      int64_t channel, vf sums[][2]) {
+    for (int t = 0; t < BLOCK; t += 8) {
+        vu codes0 = load_words(tile->v + t / 8 * dim + channel);
+        vu codes1 = load_words(tile->v + t / 8 * dim + channel + LANES);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            vf code0 = nibble(codes0 >> (4 * j)), code1 = nibble(codes1 >> (4 * j));
+#pragma GCC unroll 4
+            for (int r = 0; r < n; r++) {
+                vf weight = splat(weights[r][t + j]);
+                sums[r][0] += weight * code0;
+                sums[r][1] += weight * code1;
+            }
+        }
+    }
+}
+
+/* Where V is alone. */
+INLINE void values_of_channels(int n, Row *rows, const Tile *tile, int64_t dim) {
+    const float *weights[ROWS];
+    vf totals[ROWS];
+    for (int r = 0; r < n; r++) {
+        vf total = {0};
+        for (int t = 0; t < BLOCK; t += LANES)
+            total += load(rows[r].scores + t);
+        totals[r] = splat(sum_lanes(total));
+        weights[r] = rows[r].scores;
+    }
+    for (int64_t c = 0; c < dim; c += 2 * LANES) {
+        vf sums[ROWS][2];
+        for (int r = 0; r < n; r++)
+            sums[r][0] = sums[r][1] = (vf){0};
+        add_codes(n, weights, tile, dim, c, sums);
+        for (int i = 0; i < 2; i++) {
+            int64_t channel = c + i * LANES;
+            vf scale = load_half(tile->scales + channel);
+            vf base = base_of(tile, scale, load_half(tile->mids + channel));
+            for (int r = 0; r < n; r++) {
+                float *out = rows[r].out + channel;
+                store(out, load(out) + scale * sums[r][i] + base * totals[r]);
+            }
+        }
+    }
+}
+
 INLINE void values_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
     for (int64_t c = 0; c < dim; c += GROUP) {
         const uint16_t *parameters = tile->v_parameters + c / GROUP * 2 * BLOCK;
         float folded[ROWS][BLOCK];
+        const float *weights[ROWS];
         for (int r = 0; r < n; r++) {
             float *bases = rows[r].bases + c / GROUP * LANES;
+            weights[r] = folded[r];
             vf sum = load(bases);
             for (int t = 0; t < BLOCK; t += LANES) {
                 vf weight = load(rows[r].scores + t), scale = load_half(parameters + t);
@@ -158,20 +266,7 @@ INLINE void values_of_tile(int n, Row *rows, const Tile *tile, int64_t dim) {
                 sums[r][0] = load(rows[r].out + channel);
                 sums[r][1] = load(rows[r].out + channel + LANES);
             }
-            for (int t = 0; t < BLOCK; t += 8) {
-                vu codes0 = load_words(tile->v + t / 8 * dim + channel);
-                vu codes1 = load_words(tile->v + t / 8 * dim + channel + LANES);
-#pragma GCC unroll 8
-                for (int j = 0; j < 8; j++) {
-                    vf code0 = nibble(codes0 >> (4 * j)), code1 = nibble(codes1 >> (4 * j));
-#pragma GCC unroll 4
-                    for (int r = 0; r < n; r++) {
-                        vf weight = splat(folded[r][t + j]);
-                        sums[r][0] += weight * code0;
-                        sums[r][1] += weight * code1;
-                    }
-                }
-            }
+            add_codes(n, weights, tile, dim, channel, sums);
             for (int r = 0; r < n; r++) {
                 store(rows[r].out + channel, sums[r][0]);
                 store(rows[r].out + channel + LANES, sums[r][1]);
@@ -258,9 +353,9 @@ INLINE void softmax_step(const Attention *a, Row *row, int low, int high) {
     store(row->weight, weight);
 }
 
-/* `tile`: the unit's, if it is one. */
-INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile, int64_t head,
-                      Row *rows, int64_t first_row) {
+/* tile: the unit's, if it is one; keys: its K, if that is written out. */
+INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile, const float *keys,
+                      int64_t head, Row *rows, int64_t first_row) {
     const Attention *a = job->attention;
     const Span *span = u->span;
     int low[ROWS], high[ROWS], any = 0;
@@ -270,19 +365,23 @@ INLINE void step_rows(int n, const StepJob *job, const Unit *u, const Tile *tile
     }
     if (!any)
         return;
-    if (span->tiles.start) {
+    if (keys)
+        scores_of_rows(n, F32, rows, (const char *)keys, 4 * key_stride(a->head_dim), u->tokens,
+                       a->head_dim);
+    else if (span->tiles.start)
         scores_of_tile(n, rows, tile, a->head_dim);
-        for (int r = 0; r < n; r++)
-            softmax_step(a, rows + r, low[r], high[r]);
-        values_of_tile(n, rows, tile, a->head_dim);
-    } else {
+    else
         scores_of_rows(n, span->k.format, rows, row_at(&span->k, head, u->first),
                        span->k.token_stride, u->tokens, a->head_dim);
-        for (int r = 0; r < n; r++)
-            softmax_step(a, rows + r, low[r], high[r]);
+    for (int r = 0; r < n; r++)
+        softmax_step(a, rows + r, low[r], high[r]);
+    if (span->tiles.k_is_v)
+        values_of_channels(n, rows, tile, a->head_dim);
+    else if (span->tiles.start)
+        values_of_tile(n, rows, tile, a->head_dim);
+    else
         values_of_rows(n, span->v.format, rows, row_at(&span->v, head, u->first),
                        span->v.token_stride, u->tokens, a->head_dim);
-    }
 }
 
 static int64_t row_floats(int64_t dim) { return 3 * dim + dim / GROUP * LANES + LANES; }
@@ -299,7 +398,7 @@ static void step_piece(const void *of, int piece, int thread) {
     }
     Room room;
     Row *rows = pool_scratch(thread);
-    float *memory = (float *)(rows + n_rows);
+    float *written = (float *)(rows + n_rows), *memory = written + written_floats(a);
     memset(memory, 0, 4 * (size_t)(n_rows * row_floats(dim)));
     for (int64_t r = 0; r < n_rows; r++) {
         Row *row = rows + r;
@@ -322,12 +421,13 @@ static void step_piece(const void *of, int piece, int thread) {
             fetch_tile(a, head, &u, TILES_AHEAD);
             tile = tile_at(&u.span->tiles, head, u.first / BLOCK, dim, room);
         }
+        const float *keys = write_keys(a, &u, &tile, head, written);
         for (int64_t r = 0; r < n_rows; r += ROWS) {
             switch (at_most(n_rows - r, ROWS)) {
-            case 1: step_rows(1, job, &u, &tile, head, rows + r, r); break;
-            case 2: step_rows(2, job, &u, &tile, head, rows + r, r); break;
-            case 3: step_rows(3, job, &u, &tile, head, rows + r, r); break;
-            case 4: step_rows(4, job, &u, &tile, head, rows + r, r); break;
+            case 1: step_rows(1, job, &u, &tile, keys, head, rows + r, r); break;
+            case 2: step_rows(2, job, &u, &tile, keys, head, rows + r, r); break;
+            case 3: step_rows(3, job, &u, &tile, keys, head, rows + r, r); break;
+            case 4: step_rows(4, job, &u, &tile, keys, head, rows + r, r); break;
             }
         }
     }
@@ -378,7 +478,8 @@ static int attend_step(const Attention *a) {
     if (parts > units / UNITS_AT_LEAST)
         parts = units / UNITS_AT_LEAST;
     parts = parts ? parts : 1;
-    size_t per_thread = (size_t)n_rows * (sizeof(Row) + 4 * (size_t)row_floats(a->head_dim));
+    size_t per_thread = (size_t)n_rows * (sizeof(Row) + 4 * (size_t)row_floats(a->head_dim)) +
+                        4 * (size_t)written_floats(a);
     size_t partials = 4 * (size_t)(a->n_kv_heads * parts * n_rows * (a->head_dim + 2));
     if (!pool_reserve(per_thread, partials))
         return 0;
@@ -402,21 +503,29 @@ typedef struct {
     int64_t units, length, tokens_per_piece, pieces_per_head;
 } ChunkJob;
 
-/* K of a unit, transposed, as BLOCK / NR panels (head_dim, NR). */
-static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
+/* K of a unit, transposed, as BLOCK / NR panels (head_dim, NR). `written`: room for K's rows. */
+static void fill_keys(const Attention *a, const Unit *u, int64_t head, float *written,
+                      float *panels) {
     const Span *span = u->span;
+    int64_t dim = a->head_dim;
+    Rows k = span->k;
+    int64_t first = u->first;
     Room room;
     Tile tile = {0};
     if (span->tiles.start)
         tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
+    if (write_keys(a, u, &tile, head, written)) {
+        k = (Rows){(const char *)written, 0, 4 * key_stride(dim), F32};
+        first = 0;
+    }
     for (int t = 0; t < BLOCK; t += LANES) {
         float *panel = panels + t / NR * dim * NR + t % NR;
-        if (span->tiles.start) {
+        if (!k.start) {
             for (int64_t c = 0; c < dim; c += LANES) {
                 float scales[LANES], bases[LANES];
-                vf scale = load_half(tile.k_scales + c);
+                vf scale = load_half(tile.scales + c);
                 store(scales, scale);
-                store(bases, base_of(&tile, scale, load_half(tile.k_mids + c)));
+                store(bases, base_of(&tile, scale, load_half(tile.mids + c)));
                 for (int i = 0; i < LANES; i++) {
                     vu codes = load_words(tile.k + (c + i) / 8 * BLOCK + t);
                     vf code = nibble(codes >> (int)((c + i) % 8 * 4));
@@ -429,7 +538,7 @@ static void fill_keys(const Unit *u, int64_t head, int64_t dim, float *panels) {
             vf square[LANES];
             for (int i = 0; i < LANES; i++)
                 square[i] = t + i < u->tokens
-                                ? load_row(span->k.format, row_at(&span->k, head, u->first + t + i), c)
+                                ? load_row(k.format, row_at(&k, head, first + t + i), c)
                                 : (vf){0};
             transpose(square);
             for (int i = 0; i < LANES; i++)
@@ -447,6 +556,11 @@ static void fill_values(const Unit *u, int64_t head, int64_t dim, int64_t keys, 
         tile = tile_at(&span->tiles, head, u->first / BLOCK, dim, room);
     for (int64_t c = 0; c < dim; c += LANES) {
         float *panel = panels + c / NR * keys * NR + c % NR;
+        if (span->tiles.k_is_v) {
+            for (int t = 0; t < BLOCK; t += 8)
+                write_values(&tile, dim, t, c, splat(1), panel + t * NR, NR);
+            continue;
+        }
         if (span->tiles.start) {
             const uint16_t *parameters = tile.v_parameters + c / GROUP * 2 * BLOCK;
             float scales[BLOCK], bases[BLOCK];
@@ -509,7 +623,7 @@ static void chunk_piece(const void *of, int piece, int thread) {
     float *q = pool_scratch(thread); /* (dim / DEPTH, rows, STRIDE): channels by DEPTH */
     float *scores = q + (dim + DEPTH - 1) / DEPTH * slab;
     float *panels = scores + slab, *out = panels + CHUNK_KEYS * dim;
-    float *maxima = out + n_rows * dim, *weights = maxima + n_rows;
+    float *maxima = out + n_rows * dim, *weights = maxima + n_rows, *written = weights + n_rows;
     int64_t position = job->length - a->tokens + first;
 
     for (int64_t r = 0; r < n_rows; r++) {
@@ -534,7 +648,7 @@ static void chunk_piece(const void *of, int piece, int thread) {
         }
         int64_t keys = n * BLOCK;
         for (int i = 0; i < n; i++)
-            fill_keys(units + i, head, dim, panels + i * BLOCK * dim);
+            fill_keys(a, units + i, head, written, panels + i * BLOCK * dim);
         for (int64_t r = 0; r < n_rows; r += MR)
             for (int64_t key = 0; key < keys; key += NR)
                 for (int64_t c = 0; c < dim; c += DEPTH)
@@ -570,7 +684,7 @@ static int attend_chunk(const Attention *a) {
     int64_t dim = a->head_dim, heads = a->n_heads / a->n_kv_heads;
     int64_t tokens = CHUNK_ROWS / heads ? CHUNK_ROWS / heads : 1;
     int64_t slabs = (dim + DEPTH - 1) / DEPTH + 1, n_rows = heads * tokens;
-    int64_t floats = n_rows * (slabs * STRIDE + dim + 2) + CHUNK_KEYS * dim;
+    int64_t floats = n_rows * (slabs * STRIDE + dim + 2) + CHUNK_KEYS * dim + written_floats(a);
     if (!pool_reserve(4 * (size_t)floats, 0))
         return 0;
     int64_t pieces = (a->tokens + tokens - 1) / tokens;

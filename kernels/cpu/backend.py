@@ -13,7 +13,7 @@ from tqchat.kernels import codec
 from tqchat.kernels.backend import CLAMP, GELU, SWISH, Array, Backend
 from tqchat.kernels.cpu import _native
 from tqchat.kernels.cpu.cores import usable_cores
-from tqchat.kernels.layout import BLOCK, GROUP
+from tqchat.kernels.layout import BLOCK, GROUP, SINK
 from tqchat.kernels.view import KVView
 from tqchat.kernels.weight import Weight
 
@@ -37,6 +37,8 @@ class CPU(Backend):
         self._arena = _Arena()
         self._rope_for: tuple[Array, int, int] = (None, 0, 0)
         self._rope_table = np.zeros((0, 2, 0), np.float32)
+        self._turns_for: Array = None
+        self._places = self._starts = self._rope_table
 
     # Arrays
 
@@ -96,10 +98,7 @@ class CPU(Backend):
         tokens = x.shape[1]
         of, at, n = self._rope_for
         if of is not periods or at != offset or n != tokens:
-            positions = np.arange(offset, offset + tokens, dtype=np.float64)[:, None]
-            angles = positions / periods.astype(np.float64)
-            table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-            self._rope_table = table.astype(np.float32)
+            self._rope_table = _turns(periods, np.arange(offset, offset + tokens))
             self._rope_for = (periods, offset, tokens)
         return _native.rope(x, self._rope_table)
 
@@ -159,39 +158,53 @@ class CPU(Backend):
     def unseal(self, tiles: Array) -> tuple[Array, Array]:
         return _native.unseal(tiles, self.kv_bits)
 
-    def to_canonical(self, tiles: Array) -> mx.array:
-        k, k_parameters, v, v_parameters = codec.split_tile(tiles, self.kv_bits)
-        if self.kv_bits == 3:
-            k, v = (np.concatenate(codec.widen(np.split(x, 3, axis=-1)), axis=-1) for x in (k, v))
-        heads, n, dim = k_parameters.shape
-        v_codes = _unpacked(v.reshape(heads, n, BLOCK // 8, dim)).swapaxes(3, 4)
-        parts = (
-            k.reshape(heads, n, dim // 8, BLOCK).swapaxes(2, 3),
-            _halves(k_parameters).reshape(heads, n, 2, dim).swapaxes(2, 3),
-            _packed(v_codes.reshape(heads, n, BLOCK, dim // 8, 8)),
-            _halves(v_parameters)
-            .reshape(heads, n, dim // GROUP, 2, BLOCK)
-            .transpose(0, 1, 4, 2, 3),
-        )
-        canonical = mx.array(_joined(parts))
-        return codec.narrow_tiles(canonical) if self.kv_bits == 3 else canonical
+    def seal_values(self, v: Array) -> Array:
+        return _native.seal(None, v, self.kv_bits)
 
-    def from_canonical(self, tiles: mx.array) -> Array:
-        words = _numpy(codec.widen_tiles(tiles) if self.kv_bits == 3 else tiles)
-        k, k_parameters, v, v_parameters = codec.split_tile(words, 4)
-        heads, n, dim = k_parameters.shape
+    def unseal_values(self, tiles: Array) -> Array:
+        return _native.unseal_values(tiles, self.kv_bits)
+
+    def to_canonical(self, tiles: Array, k_is_v: bool = False) -> mx.array:
+        *k, v, parameters = codec.split_tile(tiles, self.kv_bits, k_is_v)
+        heads, n, dim = parameters.shape
+        v_codes = _unpacked(self._code_words(v).reshape(heads, n, BLOCK // 8, dim)).swapaxes(3, 4)
+        v_codes = _packed(v_codes.reshape(heads, n, BLOCK, dim // 8, 8))
+
+        def by_channel(parameters: Array) -> Array:
+            return _halves(parameters).reshape(heads, n, 2, dim).swapaxes(2, 3)
+
+        if k:
+            k_codes = self._code_words(k[0]).reshape(heads, n, dim // 8, BLOCK).swapaxes(2, 3)
+            v_parameters = _halves(parameters).reshape(heads, n, dim // GROUP, 2, BLOCK)
+            v_parameters = v_parameters.transpose(0, 1, 4, 2, 3)
+            canonical = mx.array(_joined([k_codes, by_channel(k[1]), v_codes, v_parameters]))
+        else:
+            canonical = mx.array(_joined([v_codes, by_channel(parameters)]))
+        return codec.narrow_tiles(canonical, k_is_v) if self.kv_bits == 3 else canonical
+
+    def from_canonical(self, tiles: mx.array, k_is_v: bool = False) -> Array:
+        words = _numpy(codec.widen_tiles(tiles, k_is_v) if self.kv_bits == 3 else tiles)
+        *k, v, parameters = codec.split_tile(words, 4, k_is_v)
+        heads, n, dim = parameters.shape
         v_codes = _unpacked(v.reshape(heads, n, BLOCK, dim // 8))
-        parts = (
-            k.reshape(heads, n, BLOCK, dim // 8).swapaxes(2, 3),
-            _halves(k_parameters).reshape(heads, n, dim, 2).swapaxes(2, 3),
-            _packed(v_codes.reshape(heads, n, BLOCK // 8, 8, dim).swapaxes(3, 4)),
-            _halves(v_parameters)
-            .reshape(heads, n, BLOCK, dim // GROUP, 2)
-            .transpose(0, 1, 3, 4, 2),
-        )
-        if self.kv_bits == 3:
-            parts = (_narrowed(parts[0]), parts[1], _narrowed(parts[2]), parts[3])
-        return _joined(parts)
+        v_codes = _packed(v_codes.reshape(heads, n, BLOCK // 8, 8, dim).swapaxes(3, 4))
+
+        def by_channel(parameters: Array) -> Array:
+            return _halves(parameters).reshape(heads, n, dim, 2).swapaxes(2, 3)
+
+        narrowed = _narrowed if self.kv_bits == 3 else np.asarray
+        if not k:
+            return _joined([narrowed(v_codes), by_channel(parameters)])
+        k_codes = k[0].reshape(heads, n, BLOCK, dim // 8).swapaxes(2, 3)
+        v_parameters = _halves(parameters).reshape(heads, n, BLOCK, dim // GROUP, 2)
+        v_parameters = v_parameters.transpose(0, 1, 3, 4, 2)
+        return _joined([narrowed(k_codes), by_channel(k[1]), narrowed(v_codes), v_parameters])
+
+    def _code_words(self, codes: Array) -> Array:
+        """Code words as with 4 bits."""
+        if self.kv_bits == 4:
+            return codes
+        return np.concatenate(codec.widen(np.split(codes, 3, axis=-1)), axis=-1)
 
     def attend(
         self,
@@ -204,7 +217,8 @@ class CPU(Backend):
         window: int | None = None,
     ) -> Array:
         seen = view.seen(window, q.shape[1])
-        return _native.attend(q, seen, None, None, scale, softcap, sinks, window)
+        keys = self._rule(view)
+        return _native.attend(q, seen, None, None, scale, softcap, sinks, window, keys)
 
     def attend_chunk(
         self,
@@ -218,7 +232,8 @@ class CPU(Backend):
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        return _native.attend(q, view.seen(window), k, v, scale, softcap, sinks, window)
+        seen, keys = view.seen(window), self._rule(view)
+        return _native.attend(q, seen, k, v, scale, softcap, sinks, window, keys)
 
     def attend_dense(
         self,
@@ -231,7 +246,28 @@ class CPU(Backend):
         sinks: Array | None = None,
         window: int | None = None,
     ) -> Array:
-        return _native.attend(q, None, k, v, scale, softcap, sinks, window)
+        return _native.attend(q, None, k, v, scale, softcap, sinks, window, None)
+
+    def _rule(self, view: KVView) -> tuple[Array, Array, Array, int] | None:
+        """What the native kernels make K of V by; the tables are one for all layers."""
+        if view.keys is None:
+            return None
+        periods, n_blocks = view.keys.periods, 2 + view.length // BLOCK
+        turning = periods[np.isfinite(periods)]
+        if self._turns_for is not periods:
+            self._turns_for = periods
+            self._places = _turns(turning, np.arange(BLOCK))
+            self._starts = self._starts[:0]
+        if len(self._starts) < n_blocks:
+            positions = BLOCK * np.arange(2 * n_blocks) - (BLOCK - SINK)
+            self._starts = _turns(turning, np.maximum(positions, 0))
+        return view.keys.weight, self._starts, self._places, len(periods)
+
+
+def _turns(periods: NDArray[np.float32], positions: NDArray[Any]) -> NDArray[np.float32]:
+    """Cosines and sines of what RoPE turns by: (positions, 2, periods)."""
+    angles = positions[:, None] / periods.astype(np.float64)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
 class _Arena:

@@ -8,12 +8,14 @@
  *
  * So neighbouring words are what attention computes side by side: tokens for K, channels for V.
  *
+ * A tile that holds V alone has codes as V's, and then parameters as K's.
+ *
  * With 3 bits, the last quarter of K's code words and of V's is given away to the free top bits of
  * the other three, word for word: bit i of each code to quarter i. */
 
 typedef struct {
-    const uint32_t *k, *v; /* codes, as with 4 bits */
-    const uint16_t *k_scales, *k_mids; /* (head_dim,) */
+    const uint32_t *k, *v; /* codes, as with 4 bits; k NULL where V is alone */
+    const uint16_t *scales, *mids; /* (head_dim,), of K, or of V alone */
     const uint16_t *v_parameters; /* (head_dim / GROUP, 2, BLOCK) */
     float half; /* a stored code is code + half */
 } Tile;
@@ -41,11 +43,15 @@ static void widen(const uint32_t *words, int64_t n, uint32_t *to) {
     }
 }
 
-INLINE int64_t tile_size(int bits, int64_t head_dim) { return 2 * (bits + 1) * head_dim; }
+/* Words of a tile. */
+INLINE int64_t tile_size(int bits, int k_is_v, int64_t head_dim) {
+    return (k_is_v ? 1 : 2) * (bits + 1) * head_dim;
+}
 
 INLINE const uint32_t *tile_words(const Tiles *tiles, int64_t head, int64_t block,
                                   int64_t head_dim) {
-    return tiles->start + head * tiles->head_stride + block * tile_size(tiles->bits, head_dim);
+    return tiles->start + head * tiles->head_stride +
+           block * tile_size(tiles->bits, tiles->k_is_v, head_dim);
 }
 
 /* Room for a tile's codes of 3 bits as with 4. */
@@ -55,16 +61,20 @@ INLINE Tile tile_at(const Tiles *tiles, int64_t head, int64_t block, int64_t hea
                     uint32_t *room) {
     const uint32_t *k = tile_words(tiles, head, block, head_dim);
     const uint32_t *v = k + (tiles->bits + 1) * head_dim;
-    const uint16_t *k_parameters = (const uint16_t *)(k + tiles->bits * head_dim);
+    const uint16_t *parameters = (const uint16_t *)(k + tiles->bits * head_dim);
     const uint16_t *v_parameters = (const uint16_t *)(v + tiles->bits * head_dim);
+    float half = tiles->bits == 3 ? 4.0f : 8.0f;
     if (tiles->bits == 3) {
         widen(k, head_dim, room);
-        widen(v, head_dim, room + 4 * head_dim);
         k = room;
+    }
+    if (tiles->k_is_v)
+        return (Tile){NULL, k, parameters, parameters + head_dim, NULL, half};
+    if (tiles->bits == 3) {
+        widen(v, head_dim, room + 4 * head_dim);
         v = room + 4 * head_dim;
     }
-    return (Tile){k, v, k_parameters, k_parameters + head_dim, v_parameters,
-                  tiles->bits == 3 ? 4.0f : 8.0f};
+    return (Tile){k, v, parameters, parameters + head_dim, v_parameters, half};
 }
 
 /* A stored code is code + half, so x = (mid - half scale) + scale * stored. */
@@ -100,15 +110,17 @@ INLINE float divisor_of(uint16_t scale) {
     return divisor == 0 ? INFINITY : divisor;
 }
 
-/* K of one block: LANES channels at a time, side by side in the lanes. */
-static void seal_k(const Seal *s, int64_t head, int64_t block, uint32_t *to, uint16_t *scales) {
+/* One block of K, or of V alone: LANES channels at a time, side by side in the lanes. */
+static void seal_channels(const Seal *s, int64_t head, int64_t block, uint32_t *to,
+                          uint16_t *scales) {
     int64_t dim = s->head_dim;
+    const Rows *rows = s->k.start ? &s->k : &s->v;
     float half = (float)(1 << (s->bits - 1));
     uint16_t *mids = scales + dim;
     for (int64_t c = 0; c < dim; c += LANES) {
         vf x[BLOCK], low = {0}, high = {0};
         for (int t = 0; t < BLOCK; t++) {
-            x[t] = saturated(load_row(s->k.format, row_at(&s->k, head, block * BLOCK + t), c));
+            x[t] = saturated(load_row(rows->format, row_at(rows, head, block * BLOCK + t), c));
             low = t ? min_of(low, x[t]) : x[t];
             high = t ? max_of(high, x[t]) : x[t];
         }
@@ -118,6 +130,15 @@ static void seal_k(const Seal *s, int64_t head, int64_t block, uint32_t *to, uin
             mids[c + i] = float_to_half(mid[i]);
             divisor[i] = divisor_of(scales[c + i]);
             mid[i] = half_to_float(mids[c + i]);
+        }
+        if (!s->k.start) {
+            for (int t = 0; t < BLOCK; t += 8) {
+                vu word = {0};
+                for (int i = 0; i < 8; i++)
+                    word |= code_of(x[t + i], mid, divisor, half) << (4 * i);
+                store_words(to + t / 8 * dim + c, word);
+            }
+            continue;
         }
         for (int t = 0; t < BLOCK; t += LANES) {
             vf codes[LANES];
@@ -166,20 +187,17 @@ static void seal_piece(const void *of, int piece, int thread) {
     const Seal *s = of;
     int64_t head = piece / s->blocks, block = piece % s->blocks;
     int64_t dim = s->head_dim, bits = s->bits;
-    uint32_t *k = s->tiles + piece * tile_size(s->bits, dim), *v = k + (bits + 1) * dim;
-    uint16_t *k_parameters = (uint16_t *)(k + bits * dim);
-    uint16_t *v_parameters = (uint16_t *)(v + bits * dim);
-    (void)thread;
-    if (bits == 4) {
-        seal_k(s, head, block, k, k_parameters);
-        seal_v(s, head, block, v, v_parameters);
-        return;
-    }
+    uint32_t *k = s->tiles + piece * tile_size(s->bits, !s->k.start, dim), *v = k + (bits + 1) * dim;
     Room room;
-    seal_k(s, head, block, room, k_parameters);
-    narrow(room, dim, k);
-    seal_v(s, head, block, room, v_parameters);
-    narrow(room, dim, v);
+    (void)thread;
+    seal_channels(s, head, block, bits == 4 ? k : room, (uint16_t *)(k + bits * dim));
+    if (bits == 3)
+        narrow(room, dim, k);
+    if (!s->k.start)
+        return;
+    seal_v(s, head, block, bits == 4 ? v : room, (uint16_t *)(v + bits * dim));
+    if (bits == 3)
+        narrow(room, dim, v);
 }
 
 static int seal(const Seal *s) {
@@ -203,10 +221,14 @@ static void unseal_piece(const void *of, int piece, int thread) {
     (void)thread;
     for (int64_t t = 0; t < BLOCK; t++)
         for (int64_t c = 0; c < dim; c++) {
-            int k_code = (int)(tile.k[c / 8 * BLOCK + t] >> (4 * (c % 8)) & 15) - half;
             int v_code = (int)(tile.v[t / 8 * dim + c] >> (4 * (t % 8)) & 15) - half;
+            if (!tile.k) {
+                v[t * dim + c] = decoded(tile.scales[c], tile.mids[c], v_code);
+                continue;
+            }
+            int k_code = (int)(tile.k[c / 8 * BLOCK + t] >> (4 * (c % 8)) & 15) - half;
             const uint16_t *of_v = tile.v_parameters + c / GROUP * 2 * BLOCK + t;
-            k[t * dim + c] = decoded(tile.k_scales[c], tile.k_mids[c], k_code);
+            k[t * dim + c] = decoded(tile.scales[c], tile.mids[c], k_code);
             v[t * dim + c] = decoded(of_v[0], of_v[BLOCK], v_code);
         }
 }

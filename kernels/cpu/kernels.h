@@ -76,10 +76,11 @@ typedef struct {
     const uint32_t *start;
     int64_t head_stride;
     int bits; /* 3 or 4 */
+    int k_is_v; /* they hold V alone */
 } Tiles;
 
 typedef struct {
-    Rows k, v;
+    Rows k, v; /* k.start NULL: V alone */
     int64_t heads, blocks, head_dim;
     int bits;
     uint32_t *tiles; /* contiguous */
@@ -88,10 +89,21 @@ typedef struct {
 typedef struct {
     Tiles tiles;
     int64_t heads, blocks, head_dim;
-    float *k, *v; /* contiguous */
+    float *k, *v; /* contiguous; k NULL where V is alone */
 } Unseal;
 
-/* Consecutive tokens that lie in one way: tiles, or rows where tiles.start is NULL. */
+/* kernels/view.py's KeysOfValues. A token is turned to where its block starts, and by its place in
+ * the block: blocks start at positions 0, SINK, SINK + BLOCK and so on. Pairs are the channels i and
+ * i + half, of those that turn. */
+typedef struct {
+    const float *weight; /* (head_dim,) */
+    const float *starts; /* (blocks, 2, pairs): cosines, sines */
+    const float *places; /* (BLOCK, 2, pairs) */
+    int64_t blocks, pairs, half;
+} Keys;
+
+/* Consecutive tokens that lie in one way: tiles, or rows where tiles.start is NULL. Where V is
+ * alone, tiles are so and k.start is NULL. */
 typedef struct {
     Tiles tiles;
     Rows k, v;
@@ -110,6 +122,7 @@ typedef struct {
     const float *sinks; /* (n_heads,) or NULL */
     int64_t window; /* 0: none */
     float *out; /* (tokens, n_heads, head_dim) */
+    Keys keys; /* of spans where V is alone */
 } Attention;
 
 typedef struct {

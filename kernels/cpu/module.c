@@ -322,6 +322,16 @@ static int read_rows(Held *held, PyObject *object, Rows *rows, npy_intp shape[3]
     return 1;
 }
 
+/* K of V's shape, or none where the object is None. */
+static int read_keys(Held *held, PyObject *object, Rows *rows, npy_intp shape[3],
+                     const npy_intp v_shape[3]) {
+    if (object != Py_None)
+        return read_rows(held, object, rows, shape);
+    *rows = (Rows){0};
+    memcpy(shape, v_shape, 3 * sizeof *shape);
+    return 1;
+}
+
 static int read_tiles(PyObject *object, Tiles *tiles, npy_intp shape[3]) {
     if (!object || !PyArray_Check(object))
         return object ? !!wrong("a numpy array is needed") : 0;
@@ -334,7 +344,7 @@ static int read_tiles(PyObject *object, Tiles *tiles, npy_intp shape[3]) {
         (PyArray_SIZE(array) && shape[2] > 1 && PyArray_STRIDE(array, 2) != 4) ||
         (PyArray_SIZE(array) && shape[1] > 1 && PyArray_STRIDE(array, 1) != 4 * words))
         return !!wrong("the tiles of a head must be contiguous");
-    *tiles = (Tiles){PyArray_DATA(array), PyArray_STRIDE(array, 0) / 4, 0};
+    *tiles = (Tiles){PyArray_DATA(array), PyArray_STRIDE(array, 0) / 4, 0, 0};
     return 1;
 }
 
@@ -390,14 +400,16 @@ static PyObject *py_seal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         return wrong("seal takes k, v, bits");
     if (!(job.bits = code_bits(args[2])))
         return NULL;
-    if (!read_rows(&held, args[0], &job.k, shape) || !read_rows(&held, args[1], &job.v, v_shape))
+    if (!read_rows(&held, args[1], &job.v, shape) ||
+        !read_keys(&held, args[0], &job.k, v_shape, shape))
         return release(&held, NULL);
     if (memcmp(shape, v_shape, sizeof shape) || shape[1] % BLOCK || !is_head_dim(shape[2]))
         return release(&held, wrong("k and v must be whole blocks of one shape"));
     job.heads = shape[0];
     job.blocks = shape[1] / BLOCK;
     job.head_dim = shape[2];
-    npy_intp tiles_shape[] = {job.heads, job.blocks, 2 * (job.bits + 1) * job.head_dim};
+    npy_intp words = (job.k.start ? 2 : 1) * (job.bits + 1) * job.head_dim;
+    npy_intp tiles_shape[] = {job.heads, job.blocks, words};
     if (!(tiles = hold(&held, PyArray_SimpleNew(3, tiles_shape, NPY_UINT32))))
         return release(&held, NULL);
     job.tiles = PyArray_DATA(tiles);
@@ -407,36 +419,51 @@ static PyObject *py_seal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return release(&held, (PyObject *)tiles);
 }
 
-static PyObject *py_unseal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+static PyObject *unsealed(PyObject *const *args, Py_ssize_t n, int k_is_v) {
     Held held = {.n = 0};
-    Unseal job;
+    Unseal job = {.k = NULL};
     npy_intp shape[3];
     if (n != 2)
         return wrong("unseal takes tiles, bits");
     if (!read_tiles(args[0], &job.tiles, shape) || !(job.tiles.bits = code_bits(args[1])))
         return NULL;
-    int64_t per_channel = 2 * (job.tiles.bits + 1);
+    int64_t per_channel = (k_is_v ? 1 : 2) * (job.tiles.bits + 1);
     if (shape[2] % per_channel || !is_head_dim(shape[2] / per_channel))
-        return wrong("tiles are 8 words wide per channel of a head with 3 bits, 10 with 4");
+        return wrong("tiles are 8 words wide per channel of a head with 3 bits, 10 with 4, and half "
+                     "of that where V is alone");
+    job.tiles.k_is_v = k_is_v;
     job.heads = shape[0];
     job.blocks = shape[1];
     job.head_dim = shape[2] / per_channel;
     npy_intp rows_shape[] = {job.heads, job.blocks * BLOCK, job.head_dim};
-    PyArrayObject *k = output(&held, 3, rows_shape), *v = output(&held, 3, rows_shape);
+    PyArrayObject *v = output(&held, 3, rows_shape), *k = k_is_v ? v : output(&held, 3, rows_shape);
     if (!k || !v)
         return release(&held, NULL);
-    job.k = PyArray_DATA(k);
     job.v = PyArray_DATA(v);
+    if (!k_is_v)
+        job.k = PyArray_DATA(k);
     if (!RUN(unseal, 8 * shape[0] * shape[1] * shape[2]))
         return release(&held, NULL);
-    return release(&held, PyTuple_Pack(2, k, v));
+    if (!k_is_v)
+        return release(&held, PyTuple_Pack(2, k, v));
+    Py_INCREF(v);
+    return release(&held, (PyObject *)v);
+}
+
+static PyObject *py_unseal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    return unsealed(args, n, 0);
+}
+
+static PyObject *py_unseal_values(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    return unsealed(args, n, 1);
 }
 
 static int read_span(Held *held, PyObject *k, PyObject *v, int64_t tokens, Attention *a) {
     npy_intp shape[3], v_shape[3];
-    Span span = {{NULL, 0, 0}, {0}, {0}, tokens};
-    if (!read_rows(held, k, &span.k, shape) || !read_rows(held, v, &span.v, v_shape))
+    Span span = {{0}, {0}, {0}, tokens};
+    if (!read_rows(held, v, &span.v, v_shape) || !read_keys(held, k, &span.k, shape, v_shape))
         return 0;
     if (memcmp(shape, v_shape, sizeof shape) || shape[0] != a->n_kv_heads ||
         shape[2] != a->head_dim || tokens > shape[1])
@@ -451,31 +478,58 @@ static int read_view(Held *held, PyObject *view, Attention *a) {
     int64_t n_blocks = n_sink < 0 ? -1 : integer_attribute(view, s_n_blocks);
     int64_t n_tail = n_blocks < 0 ? -1 : integer_attribute(view, s_n_tail);
     PyObject *tiles = n_tail < 0 ? NULL : hold(held, PyObject_GetAttr(view, s_tiles));
-    Span span = {{NULL, 0, 0}, {0}, {0}, n_blocks * BLOCK};
+    Span span = {{0}, {0}, {0}, n_blocks * BLOCK};
     npy_intp shape[3];
     if (!read_tiles(tiles, &span.tiles, shape))
         return 0;
+    int k_is_v = a->keys.weight != NULL, parts = k_is_v ? 1 : 2;
     a->n_kv_heads = shape[0];
-    span.tiles.bits = shape[2] == 8 * a->head_dim ? 3 : 4;
-    if (shape[2] != 2 * (span.tiles.bits + 1) * a->head_dim || n_blocks > shape[1])
+    span.tiles.bits = shape[2] == 4 * parts * a->head_dim ? 3 : 4;
+    span.tiles.k_is_v = k_is_v;
+    if (shape[2] != parts * (span.tiles.bits + 1) * a->head_dim || n_blocks > shape[1])
         return !!wrong("the tiles do not fit the query");
-    PyArrayObject *sink_k = array_attribute(held, view, s_sink_k);
-    PyArrayObject *sink_v = sink_k ? array_attribute(held, view, s_sink_v) : NULL;
-    PyArrayObject *tail_k = sink_v ? array_attribute(held, view, s_tail_k) : NULL;
-    PyArrayObject *tail_v = tail_k ? array_attribute(held, view, s_tail_v) : NULL;
-    if (!tail_v || !read_span(held, (PyObject *)sink_k, (PyObject *)sink_v, n_sink, a))
+    PyObject *sink_k = k_is_v ? Py_None : (PyObject *)array_attribute(held, view, s_sink_k);
+    PyObject *sink_v = sink_k ? (PyObject *)array_attribute(held, view, s_sink_v) : NULL;
+    PyObject *tail_k = k_is_v ? Py_None : (PyObject *)array_attribute(held, view, s_tail_k);
+    PyObject *tail_v = tail_k ? (PyObject *)array_attribute(held, view, s_tail_v) : NULL;
+    if (!sink_v || !tail_v || !read_span(held, sink_k, sink_v, n_sink, a))
         return 0;
     if (n_blocks)
         a->spans[a->n_spans++] = span;
-    return read_span(held, (PyObject *)tail_k, (PyObject *)tail_v, n_tail, a);
+    if (!read_span(held, tail_k, tail_v, n_tail, a))
+        return 0;
+    int64_t length = n_sink + n_blocks * BLOCK + n_tail;
+    if (k_is_v && (length + 2 * BLOCK - 2) / BLOCK > a->keys.blocks)
+        return !!wrong("the keys' starts do not cover what is held");
+    return 1;
+}
+
+/* weight, starts, places, half: what `keys` points at. */
+static int read_rule(Held *held, PyObject *tuple, Attention *a) {
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4)
+        return !!wrong("the keys' rule is weight, starts, places, half");
+    PyArrayObject *weight = floats(held, PyTuple_GET_ITEM(tuple, 0), 1, 1);
+    PyArrayObject *starts = weight ? floats(held, PyTuple_GET_ITEM(tuple, 1), 3, 1) : NULL;
+    PyArrayObject *places = starts ? floats(held, PyTuple_GET_ITEM(tuple, 2), 3, 1) : NULL;
+    int64_t half = places ? PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, 3)) : -1;
+    if (!places || PyErr_Occurred())
+        return 0;
+    npy_intp pairs = PyArray_DIM(places, 2);
+    if (PyArray_DIM(weight, 0) != a->head_dim || PyArray_DIM(places, 0) != BLOCK ||
+        PyArray_DIM(places, 1) != 2 || PyArray_DIM(starts, 1) != 2 ||
+        PyArray_DIM(starts, 2) != pairs || pairs > half || 2 * half > a->head_dim)
+        return !!wrong("the keys' rule does not fit the query");
+    a->keys = (Keys){PyArray_DATA(weight), PyArray_DATA(starts), PyArray_DATA(places),
+                     PyArray_DIM(starts, 0), pairs, half};
+    return 1;
 }
 
 static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     Held held = {.n = 0};
     Attention job = {.n_spans = 0};
-    if (n != 8)
-        return wrong("attend takes q, view, k, v, scale, softcap, sinks, window");
+    if (n != 9)
+        return wrong("attend takes q, view, k, v, scale, softcap, sinks, window, keys");
     PyArrayObject *q = floats(&held, args[0], 3, 0), *sinks, *out;
     if (!q)
         return release(&held, NULL);
@@ -487,6 +541,8 @@ static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     job.q = PyArray_DATA(q);
     if (!is_head_dim(job.head_dim))
         return release(&held, wrong("head_dim must be a multiple of 32, at most 512"));
+    if (args[8] != Py_None && !read_rule(&held, args[8], &job))
+        return release(&held, NULL);
     if (args[1] != Py_None && !read_view(&held, args[1], &job))
         return release(&held, NULL);
     if (args[2] != Py_None) {
@@ -587,7 +643,7 @@ static PyObject *py_use(PyObject *self, PyObject *name) {
 
 static PyMethodDef methods[] = {
     FAST(linear), FAST(embed), FAST(rms_norm), FAST(swiglu), FAST(rope), FAST(write), FAST(seal),
-    FAST(unseal), FAST(attend),
+    FAST(unseal), FAST(unseal_values), FAST(attend),
     {"set_threads", py_set_threads, METH_O, NULL},
     {"trim_heap", py_trim_heap, METH_NOARGS, NULL},
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},

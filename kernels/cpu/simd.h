@@ -197,6 +197,8 @@ INLINE vf load_n(const float *p, int n) {
 #if defined(TARGET_AVX512)
     return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #else
+    if (n == LANES)
+        return load(p);
     float all[LANES] = {0};
     memcpy(all, p, 4 * (size_t)n);
     return load(all);
@@ -228,6 +230,10 @@ INLINE void store_n(float *p, vf x, int n) {
 #if defined(TARGET_AVX512)
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
 #else
+    if (n == LANES) {
+        store(p, x);
+        return;
+    }
     float all[LANES];
     store(all, x);
     memcpy(p, all, 4 * (size_t)n);

@@ -42,6 +42,7 @@ class CUDA(Backend):
     prefill_chunk = 2048
     asynchronous = True
     compiles_steps = True
+    derives_keys = False
 
     def __init__(self, dtype: mx.Dtype = mx.float16, kv_bits: int = 4) -> None:
         super().__init__(dtype, kv_bits=kv_bits)
@@ -123,12 +124,12 @@ class CUDA(Backend):
         )
         return gathered_k, gathered_v
 
-    def to_canonical(self, tiles: Array) -> mx.array:
+    def to_canonical(self, tiles: Array, k_is_v: bool = False) -> mx.array:
         if self.kv_bits == 4:
             return _to_canonical(tiles)
         return codec.narrow_tiles(_to_canonical(codec.widen_tiles(tiles)))
 
-    def from_canonical(self, tiles: mx.array) -> Array:
+    def from_canonical(self, tiles: mx.array, k_is_v: bool = False) -> Array:
         if self.kv_bits == 4:
             return _from_canonical(tiles)
         return codec.narrow_tiles(_from_canonical(codec.widen_tiles(tiles)))

@@ -21,8 +21,7 @@ def decode(
     `trim`: before which step, and to how many tokens. Logits must be as the eager ones are.
     """
     eager, compiled = (
-        [SealedCache(backend, x.n_kv_heads, x.head_dim, x.window) for x in model.shape.kv_layers]
-        for _ in range(2)
+        [SealedCache(backend, layer) for layer in model.shape.kv_layers] for _ in range(2)
     )
     step = CompiledStep(model, backend, compiled)
     prompt = [7 * i % model.vocab_size for i in range(n_prompt)]

@@ -1,5 +1,6 @@
 """The sealed cache against plain numpy: what it holds after any mix of chunks, steps and trims."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -9,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tqchat.engine.cache import DenseCache, SealedCache, window_tokens
-from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Backend, select
+from tqchat.engine.cache import DenseCache, SealedCache, stored, window_tokens
+from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Backend, KeysOfValues, select
 from tqchat.kernels.layout import tile_bytes
+from tqchat.models.kv import KVLayer
 
 HEADS, DIM = 2, 32
+LAYER = KVLayer(HEADS, DIM)
+# Of a layer whose K is made of V: a quarter of the pairs do not turn.
+WEIGHT = np.linspace(0.5, 1.5, DIM)
+PERIODS = np.array([100 ** (i / 16) if i < 12 else np.inf for i in range(DIM // 2)])
 Array = NDArray[np.float64]
 
 
@@ -39,11 +45,20 @@ def attention(q: Array, k: Array, v: Array, scale: float, window: int | None = N
     return weights / weights.sum(-1, keepdims=True) @ v
 
 
+def keys_of(v: Array, start: int) -> Array:
+    """K of V where it is made of it: V by channel, then turned."""
+    x, half = v * WEIGHT, DIM // 2
+    angles = np.arange(start, start + x.shape[1])[:, None] / PERIODS
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
 class Model:
     """A quantised cache in float64: all K and V seen, and how many blocks are sealed."""
 
-    def __init__(self, bits: int = 4) -> None:
-        self.bits = bits
+    def __init__(self, bits: int = 4, k_is_v: bool = False) -> None:
+        self.bits, self.k_is_v = bits, k_is_v
         self.k = np.zeros((HEADS, 0, DIM))
         self.v = np.zeros((HEADS, 0, DIM))
         self.n_blocks = 0
@@ -55,10 +70,18 @@ class Model:
         if tail > TAIL_MAX:
             for _ in range((tail - TAIL_MIN) // BLOCK):
                 block = slice(SINK + BLOCK * self.n_blocks, SINK + BLOCK * (self.n_blocks + 1))
+                self.n_blocks += 1
+                if self.k_is_v:
+                    self.v[:, block] = fake_quantise(self.v[:, block], 1, self.bits)
+                    continue
                 self.k[:, block] = fake_quantise(self.k[:, block], 1, self.bits)
                 groups = self.v[:, block].reshape(HEADS, BLOCK, -1, 32)
                 self.v[:, block] = fake_quantise(groups, 3, self.bits).reshape(HEADS, BLOCK, DIM)
-                self.n_blocks += 1
+        self._make_keys()
+
+    def _make_keys(self) -> None:
+        if self.k_is_v:
+            self.k = keys_of(self.v, 0)
 
     def trim(self, length: int) -> None:
         self.k, self.v = self.k[:, :length].copy(), self.v[:, :length].copy()
@@ -68,6 +91,7 @@ class Model:
         for x in (self.k, self.v):
             back = x[:, SINK + BLOCK * self.n_blocks : sealed_end]
             back[:] = back.astype(np.float16)
+        self._make_keys()
 
 
 def exact_in_fp16(rng: np.random.Generator, amount: int) -> Array:
@@ -79,6 +103,7 @@ step = st.one_of(st.integers(1, 8), st.integers(9, 200))
 action = st.one_of(step.map(lambda n: ("add", n)), st.integers(0, 400).map(lambda n: ("trim", n)))
 
 
+@pytest.mark.parametrize("k_is_v", [False, True])
 @pytest.mark.parametrize(
     "make",
     [
@@ -90,17 +115,22 @@ action = st.one_of(step.map(lambda n: ("add", n)), st.integers(0, 400).map(lambd
 )
 @settings(max_examples=15, deadline=None)
 @given(actions=st.lists(action, min_size=1, max_size=8), seed=st.integers(0, 2**32 - 1))
-def test_attention_over_any_history(make, actions, seed) -> None:
+def test_attention_over_any_history(make, k_is_v, actions, seed) -> None:
     rng = np.random.default_rng(seed)
     backend = make()
     bits = backend.kv_bits
-    cache, model = SealedCache(backend, HEADS, DIM), Model(bits)
+    layer = stored(replace(LAYER, k_is_v=k_is_v), backend)
+    k_is_v = layer.k_is_v
+    cache, model = SealedCache(backend, layer), Model(bits, k_is_v)
+    keys = KeysOfValues(*(backend.load_table(mx.array(x)) for x in (WEIGHT, PERIODS)))
     for kind, amount in [*actions, ("add", 1)]:
         if kind == "trim":
             cache.trim(amount)
             model.trim(amount)
         else:
             k, v = (exact_in_fp16(rng, amount) for _ in range(2))
+            if k_is_v:
+                k = keys_of(v, cache.offset).astype(np.float32)
             q = rng.normal(size=(2 * HEADS, amount, DIM)).astype(np.float32)
             past = model.k, model.v
             if amount <= 8:
@@ -109,14 +139,15 @@ def test_attention_over_any_history(make, actions, seed) -> None:
             else:
                 seen = np.concatenate([past[0], k], 1), np.concatenate([past[1], v], 1)
                 model.append(k, v)
-            out = cache.attend(*(backend.load_table(mx.array(x)) for x in (q, k, v)), 0.2)
+            ours = (backend.load_table(mx.array(x)) for x in (q, k, v))
+            out = cache.attend(*ours, 0.2, keys=keys)
             expected = attention(q, *seen, 0.2)
             np.testing.assert_allclose(np.array(out), expected, atol=2e-3, rtol=0)
         assert cache.offset == model.k.shape[1]
         tail = cache.offset - SINK - BLOCK * model.n_blocks
         sealed = HEADS * model.n_blocks * 8 * (bits + 1) * DIM
         fp16 = (min(cache.offset, SINK) + max(tail, 0)) * 4 * HEADS * DIM
-        assert cache.nbytes == sealed + fp16
+        assert cache.nbytes == (sealed + fp16) // (2 if k_is_v else 1)
         assert cache.nbytes_allocated >= cache.nbytes
         assert cache.nbytes_fp16 == cache.offset * 4 * HEADS * DIM
 
@@ -137,7 +168,7 @@ def test_a_sliding_window_over_any_history(
     rng = np.random.default_rng(seed)
     backend, model = make(), Model()
     with patch("tqchat.engine.cache.REWIND_BYTES", rewind_blocks * HEADS * tile_bytes(DIM)):
-        cache = kind(backend, HEADS, DIM, window)
+        cache = kind(backend, replace(LAYER, window=window))
         kept = window_tokens(HEADS, DIM, window)
     for action, amount in [*actions, ("add", 1), ("add", 300), ("add", 1)]:
         if action == "trim":
@@ -174,7 +205,7 @@ def test_a_sliding_window_over_any_history(
 def test_a_window_that_has_gone_by_can_be_taken_back_a_little() -> None:
     backend = select(mx.float16)
     with patch("tqchat.engine.cache.REWIND_BYTES", 5 * HEADS * tile_bytes(DIM)):
-        caches = [kind(backend, HEADS, DIM, 64) for kind in (SealedCache, DenseCache)]
+        caches = [kind(backend, replace(LAYER, window=64)) for kind in (SealedCache, DenseCache)]
     x = backend.load_table(mx.ones((HEADS, 500, DIM)))
     for cache in caches:
         assert cache.trimmable_to == 0
@@ -187,7 +218,7 @@ def test_a_window_that_has_gone_by_can_be_taken_back_a_little() -> None:
 
 def test_tail_keeps_64_to_127_tokens_while_decoding() -> None:
     backend = select(mx.float16)
-    cache = SealedCache(backend, HEADS, DIM)
+    cache = SealedCache(backend, LAYER)
     x = backend.load_table(mx.ones((HEADS, 1, DIM)))
     for length in range(1, 600):
         cache.attend(x, x, x, 1.0)
@@ -200,7 +231,7 @@ def test_tail_keeps_64_to_127_tokens_while_decoding() -> None:
 def test_dense_cache_holds_what_it_is_given() -> None:
     rng = np.random.default_rng(0)
     backend = select(mx.float16)
-    cache = DenseCache(backend, HEADS, DIM)
+    cache = DenseCache(backend, LAYER)
     k, v, q = (rng.normal(size=(HEADS, 700, DIM)).astype(np.float16) for _ in range(3))
     k, v, q = (x.astype(np.float32) for x in (k, v, q))
     for start, end in [(0, 300), (300, 301), (301, 700)]:

@@ -159,7 +159,7 @@ def test_a_cache_goes_back_as_if_the_chunk_had_never_been(
     kind, backend, window, before, undone, after
 ) -> None:
     with patch("tqchat.engine.cache.REWIND_BYTES", 5 * 2 * tile_bytes(32)):
-        one, twin = (kind(backend, 2, 32, window) for _ in range(2))
+        one, twin = (kind(backend, KVLayer(2, 32, window)) for _ in range(2))
     for seed, tokens in enumerate(before):
         for cache in (one, twin):
             feed(cache, tokens, seed)

@@ -18,7 +18,7 @@ from tests.folders import CHATML
 from tqchat.chat.conversation import Message
 from tqchat.chat.template import ChatTemplate
 from tqchat.engine import plan
-from tqchat.engine.cache import DenseCache
+from tqchat.engine.cache import DenseCache, make_caches
 from tqchat.engine.events import EngineOptions, Finished, Loading, Sampling, Token
 from tqchat.engine.generation import Session
 from tqchat.engine.loading import LoadedModel, load_path
@@ -101,7 +101,7 @@ def test_logits_and_greedy_tokens_are_mlx_lms(
     backend = select(mx.float32)
     backend.dtype = backend.cache_dtype = mx.float32
     model = load_path(smollm2_gguf, "smollm2", EngineOptions("fp16"), backend=backend).model
-    caches = [DenseCache(backend, model.n_kv_heads, model.head_dim) for _ in range(model.n_layers)]
+    caches = make_caches(DenseCache, backend, model.shape.kv_layers)
     ids = loaded.tokenizer.encode(TIDES.read_text())[:N_PROMPT]
     # A big chunk, a small one, and tokens one by one.
     ours = [model(ids[:120], caches, n_logits=120), model(ids[120:192], caches, n_logits=72)]
@@ -254,7 +254,7 @@ def test_memory_of_a_long_conversation(loaded: LoadedModel) -> None:
     from tqchat.engine.cache import SealedCache
 
     model, backend = loaded.model, select(mx.float16)
-    cache = SealedCache(backend, model.n_kv_heads, model.head_dim)
+    cache = SealedCache(backend, model.shape.kv_layers[0])
     rng = np.random.default_rng(0)
     while cache.offset < 4096:
         n_tokens = min(512, 4096 - cache.offset)

@@ -11,11 +11,13 @@ from tests.engine.compiled import decode
 from tests.models.test_families import CASES, both
 from tqchat.kernels import Array, Backend, KVView
 
-MODELS = ("mistral, windows", "gemma4, shared")
+MODELS = ("mistral, windows", "gemma4, dense", "gemma4, shared")
 
 
 class Stepping(Backend):
     """Reads the counts that a kernel finds on the device."""
+
+    derives_keys = False
 
     def append_and_attend(
         self, q: Array, k: Array, v: Array, view: KVView, scale: float, **options: Any

@@ -165,29 +165,66 @@ static void attend_both_ways(const Attention *a, const double *expected) {
     check("attend_chunk", a->out, expected, n);
 }
 
-/* Attention over tiles and new rows is that over what the tiles stand for and the new rows. */
+static float *turns(int64_t n, int64_t step, int64_t pairs) {
+    float *table = malloc(8 * (size_t)(n * pairs));
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < pairs; j++) {
+            table[2 * i * pairs + j] = cosf((float)(i * step) / (float)(j + 1));
+            table[(2 * i + 1) * pairs + j] = sinf((float)(i * step) / (float)(j + 1));
+        }
+    return table;
+}
+
+/* K of V, of `tokens` tokens from `position` on, as `turns` has the angles. */
+static void make_keys(const Keys *keys, const float *v, int64_t position, int64_t tokens,
+                      int64_t dim, float *k) {
+    for (int64_t t = 0; t < tokens; t++, v += dim, k += dim) {
+        for (int64_t c = 0; c < dim; c++)
+            k[c] = v[c] * keys->weight[c];
+        for (int64_t i = 0; i < keys->pairs; i++) {
+            double angle = (double)(position + t) / (double)(i + 1), x = k[i], y = k[i + keys->half];
+            k[i] = (float)(x * cos(angle) - y * sin(angle));
+            k[i + keys->half] = (float)(y * cos(angle) + x * sin(angle));
+        }
+    }
+}
+
+/* Attention over tiles and new rows is that over what the tiles stand for and the new rows. pairs:
+ * 0, or V is alone and so many pairs of its channels turn. */
 static void attention(int64_t kv_heads, int64_t heads, int64_t dim, int64_t blocks, int64_t fresh,
-                      int64_t tokens, float softcap, int64_t window, int bits) {
-    int64_t past = blocks * BLOCK, length = past + fresh;
+                      int64_t tokens, float softcap, int64_t window, int bits, int64_t pairs) {
+    int64_t past = blocks * BLOCK, length = past + fresh, parts = pairs ? 1 : 2;
+    float *weight = noise(dim), *starts = turns(length / BLOCK + 1, BLOCK, pairs);
+    float *places = turns(BLOCK, 1, pairs);
+    Keys keys = {weight, starts, places, length / BLOCK + 1, pairs, pairs + 1};
     float *k = noise(kv_heads * past * dim), *v = noise(kv_heads * past * dim);
     float *new_k = noise(kv_heads * fresh * dim), *new_v = noise(kv_heads * fresh * dim);
     float *q = noise(heads * tokens * dim), *sinks = noise(heads);
-    uint32_t *words = malloc(4 * (size_t)(kv_heads * blocks * 2 * (bits + 1) * dim) + 1);
+    uint32_t *words = malloc(4 * (size_t)(kv_heads * blocks * parts * (bits + 1) * dim) + 1);
     float *out = blank(heads * tokens * dim);
     double *expected = calloc((size_t)(heads * tokens * dim), 8);
     double *weights = malloc(8 * (size_t)length);
     Seal seal = {rows_of(k, past, dim), rows_of(v, past, dim), kv_heads, blocks, dim, bits, words};
-    Tiles tiles = {words, blocks * 2 * (bits + 1) * dim, bits};
+    Tiles tiles = {words, blocks * parts * (bits + 1) * dim, bits, pairs > 0};
     Attention a = {q, tokens * dim, dim, heads, kv_heads, tokens, dim, {{{0}, {0}, {0}, 0}}, 0,
-                   0.3f, softcap, sinks, window, out};
+                   0.3f, softcap, sinks, window, out, {0}};
+    if (pairs) {
+        a.keys = keys;
+        seal.k.start = NULL;
+        for (int64_t i = 0; i < kv_heads; i++)
+            make_keys(&keys, new_v + i * fresh * dim, past, fresh, dim, new_k + i * fresh * dim);
+    }
     if (blocks)
         a.spans[a.n_spans++] = (Span){tiles, {0}, {0}, past};
     a.spans[a.n_spans++] =
-        (Span){{0}, rows_of(new_k, fresh, dim), rows_of(new_v, fresh, dim), fresh};
+        (Span){{0}, rows_of(pairs ? NULL : new_k, fresh, dim), rows_of(new_v, fresh, dim), fresh};
 
     pool_enter();
     kernels->seal(&seal);
-    kernels->unseal(&(Unseal){tiles, kv_heads, blocks, dim, k, v});
+    kernels->unseal(&(Unseal){tiles, kv_heads, blocks, dim, pairs ? NULL : k, v});
+    if (pairs)
+        for (int64_t i = 0; i < kv_heads; i++)
+            make_keys(&keys, v + i * past * dim, 0, past, dim, k + i * past * dim);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t t = 0; t < tokens; t++) {
             int64_t kv = h / (heads / kv_heads), position = length - tokens + t;
@@ -214,11 +251,12 @@ static void attention(int64_t kv_heads, int64_t heads, int64_t dim, int64_t bloc
     attend_both_ways(&a, expected);
     uint16_t *half_k = written(new_k, kv_heads, fresh, dim);
     uint16_t *half_v = written(new_v, kv_heads, fresh, dim);
-    a.spans[a.n_spans - 1].k = (Rows){(const char *)half_k, 2 * fresh * dim, 2 * dim, F16};
+    if (!pairs)
+        a.spans[a.n_spans - 1].k = (Rows){(const char *)half_k, 2 * fresh * dim, 2 * dim, F16};
     a.spans[a.n_spans - 1].v = (Rows){(const char *)half_v, 2 * fresh * dim, 2 * dim, F16};
     attend_both_ways(&a, expected);
     pool_leave();
-    free(half_k), free(half_v);
+    free(half_k), free(half_v), free(weight), free(starts), free(places);
     free(k), free(v), free(new_k), free(new_v), free(q), free(sinks), free(words), free(out);
     free(expected), free(weights);
 }
@@ -241,12 +279,14 @@ static void everything(void) {
     elementwise(1, 1);
     elementwise(5, 67);
     elementwise(300, 96);
-    attention(1, 1, 32, 0, 1, 1, 0, 0, 4);
-    attention(2, 6, 64, 7, 70, 3, 0, 0, 4);
-    attention(2, 6, 64, 7, 70, 3, 0, 0, 3);
-    attention(2, 6, 64, 7, 70, 8, 5, 60, 4);
-    attention(1, 5, 96, 9, 41, 41, 0, 0, 3);
-    attention(2, 2, 288, 3, 150, 150, 9, 100, 4);
+    attention(1, 1, 32, 0, 1, 1, 0, 0, 4, 0);
+    attention(2, 6, 64, 7, 70, 3, 0, 0, 4, 0);
+    attention(2, 6, 64, 7, 70, 3, 0, 0, 3, 0);
+    attention(2, 6, 64, 7, 70, 8, 5, 60, 4, 0);
+    attention(1, 5, 96, 9, 41, 41, 0, 0, 3, 0);
+    attention(2, 2, 288, 3, 150, 150, 9, 100, 4, 0);
+    attention(2, 6, 64, 7, 70, 8, 5, 0, 4, 31);
+    attention(1, 5, 96, 9, 41, 41, 0, 0, 3, 17);
 }
 
 /* Two callers at once share the pool one after the other. */

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tqchat.kernels import BLOCK, SINK, Backend, KVView, Weight, codec, tile_words
+from tqchat.kernels import BLOCK, SINK, Backend, KeysOfValues, KVView, Weight, codec, tile_words
 from tqchat.kernels.layout import TAIL_CAPACITY
 
 native = pytest.importorskip("tqchat.kernels.cpu._native", reason="the kernels are not built")
@@ -253,6 +253,23 @@ def test_sealing_is_the_oracles_bit_for_bit(cpu: CPU, kv_bits: int, dim: int, dt
         close(mine, np.asarray(oracles), 1e-6)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 512])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_sealing_v_alone_is_the_oracles_bit_for_bit(
+    cpu: CPU, kv_bits: int, dim: int, dtype: Any
+) -> None:
+    cpu.kv_bits = kv_bits
+    with np.errstate(over="ignore"):
+        v = extremes(14, 3, 2 * BLOCK, dim).astype(dtype)
+    tiles = cpu.seal_values(v)
+    expected = codec.seal_channels(mx.array(v), kv_bits)
+    assert np.array_equal(np.asarray(cpu.to_canonical(tiles, k_is_v=True)), np.asarray(expected))
+    assert np.array_equal(cpu.from_canonical(expected, k_is_v=True), tiles)
+    oracles = np.asarray(codec.unseal_channels(expected, kv_bits))
+    close(cpu.unseal_values(tiles), oracles, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_writing_rows_converts_in_place(cpu: CPU, dtype: Any) -> None:
     with np.errstate(over="ignore"):
@@ -327,6 +344,40 @@ def a_view(
     return view, k, v
 
 
+def keys_of(v: Array, keys: KeysOfValues) -> Array:
+    """K of V from position 0 on, in float64."""
+    x, n = v * np.float64(keys.weight), len(keys.periods)
+    angles = np.arange(v.shape[1])[:, None] / np.float64(keys.periods)
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b = x[..., :n], x[..., n : 2 * n]
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    return np.concatenate([*turned, x[..., 2 * n :]], axis=-1)
+
+
+def a_view_of_v(
+    cpu: CPU, heads: int, dim: int, n_pairs: int, n_turning: int, held: tuple[int, int, int]
+) -> tuple[KVView, Array, Array]:
+    """As `a_view`, of V alone. Of the pairs of channels n_turning turn, the last one slowly."""
+    n_sink, n_blocks, n_tail = held
+    periods = np.full(n_pairs, np.inf, np.float32)
+    periods[:n_turning] = np.geomspace(1, 1e4, n_turning)
+    keys = KeysOfValues(1 + 0.3 * noise(27, dim), periods)
+    tiles = np.full(
+        (heads, n_blocks + 2, tile_words(dim, cpu.kv_bits, True)), 0xFFFFFFFF, np.uint32
+    )
+    v = noise(28, heads, n_blocks * BLOCK, dim)
+    tiles[:, :n_blocks] = cpu.seal_values(v + 2 * noise(29, heads, 1, dim))
+    canonical = cpu.to_canonical(tiles[:, :n_blocks], k_is_v=True)
+    sealed = np.asarray(codec.unseal_channels(canonical, cpu.kv_bits))
+    ends = [np.full((heads, n, dim), np.nan, np.float16) for n in (SINK, TAIL_CAPACITY)]
+    for i, (end, n) in enumerate(zip(ends, (n_sink, n_tail), strict=True)):
+        end[:, :n] = noise(25 + i, heads, n, dim)
+    sink, tail = ends
+    view = KVView(sink[..., :0], sink, tiles, tail[..., :0], tail, *held, keys=keys)
+    v = np.concatenate([sink[:, :n_sink], sealed, tail[:, :n_tail]], axis=1)
+    return view, keys_of(v, keys), v
+
+
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"softcap": 20.0},
@@ -387,6 +438,68 @@ def test_a_chunk_with_other_heads(
     all_k, all_v = np.concatenate([past_k, k], axis=1), np.concatenate([past_v, v], axis=1)
     expected = reference(q, all_k, all_v, dim**-0.5)
     close(cpu.attend_chunk(q, k, v, view, dim**-0.5), expected, 1e-4)
+
+
+@pytest.mark.parametrize("held", [(1, 0, 0), (4, 0, 30), (4, 1, 64), (4, 13, 77)])
+@pytest.mark.parametrize("tokens", [1, 8, 50])
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads", "n_pairs", "n_turning"),
+    [(32, 1, 1, 16, 16), (96, 5, 1, 48, 12), (64, 4, 4, 9, 9), (512, 16, 2, 256, 64)],
+)
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_keys_made_of_values(
+    cpu: CPU,
+    kv_bits: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    n_pairs: int,
+    n_turning: int,
+    tokens: int,
+    held: tuple[int, int, int],
+) -> None:
+    cpu.kv_bits = kv_bits
+    view, k, v = a_view_of_v(cpu, kv_heads, dim, n_pairs, n_turning, held)
+    options: dict[str, Any] = {"softcap": 20.0, "sinks": noise(31, heads)}
+    if tokens <= 8:
+        q = noise(32, heads, min(tokens, view.length), dim)
+        out = cpu.attend(q, view, 2 * dim**-0.5, **options)
+    else:
+        q, *new = noise(37, heads, tokens, dim), *noise(38, 2, kv_heads, tokens, dim)
+        out = cpu.attend_chunk(q, *new, view, 2 * dim**-0.5, **options)
+        k, v = (np.concatenate(pair, axis=1) for pair in zip((k, v), new, strict=True))
+    close(out, reference(q, k, v, 2 * dim**-0.5, **options), 1e-4)
+
+
+def test_a_rule_for_keys_that_does_not_fit_is_an_error(cpu: CPU) -> None:
+    view, _, _ = a_view_of_v(cpu, 1, 32, 16, 4, (4, 2, 64))
+    rule = cpu._rule(view)
+    assert rule is not None
+    weight, starts, places, half = rule
+    for wrong, why in (
+        (None, "do not fit"),
+        ((weight[:31], starts, places, half), "rule does not fit"),
+        ((weight, starts, places[:31], half), "rule does not fit"),
+        ((weight, starts[..., :3], places, half), "rule does not fit"),
+        ((weight, starts, places, 17), "rule does not fit"),
+        ((weight, starts, places, 3), "rule does not fit"),
+        ((weight, starts[:4], places, half), "do not cover"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            native.attend(noise(0, 1, 1, 32), view, None, None, 1.0, None, None, None, wrong)
+
+
+def test_keys_are_turned_as_exactly_far_away(cpu: CPU) -> None:
+    """Two far tokens share nearly all the weight, by the difference of their scores, some 60 each.
+
+    Cosines are right to 2^-24, and of two angles put together to three times that: a score is off
+    by 1e-5. An angle of 260,000 in float32 is off by up to 0.016, such a score by 0.1.
+    """
+    view, k, v = a_view_of_v(cpu, 1, 32, 16, 16, (4, 8150, 77))
+    assert view.length > 260_000
+    near = k[:, -30_000::17] / (k[:, -30_000::17] ** 2).sum(-1, keepdims=True)
+    q = (40 * (near[:, :5] + near[:, 1000:1005])).swapaxes(0, 1).astype(np.float32)
+    close(cpu.attend(q, view, 1.0), reference(q, k, v, 1.0), 3e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from tests.emulator import EmulatedKernel, KernelError, lint, why_not
 from tqchat.engine.cache import SealedCache
-from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KVView, codec
+from tqchat.kernels import BLOCK, GROUP, SINK, Backend, KeysOfValues, KVView, codec
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_words
 from tqchat.kernels.metal import backend as metal
 from tqchat.kernels.metal.backend import Metal
+from tqchat.models.kv import KVLayer
 
 Array = NDArray[Any]
 
@@ -63,34 +64,55 @@ def backend(dtype: mx.Dtype = mx.float16, kv_bits: int = 4) -> Metal:
     return metal_backend(Kernels(checked=True), dtype, kv_bits=kv_bits)
 
 
+def codes(words: Array, bits: int) -> Array:
+    """Codes (heads, n, BLOCK, head_dim) of canonical words (heads, n, bits * head_dim)."""
+    heads, n, size = words.shape
+    nibbles = (
+        words.reshape(heads, n, size // bits, bits, 1) >> (4 * np.arange(8, dtype=np.uint32)) & 15
+    )
+    if bits == 3:
+        last = (nibbles >> 3 << np.arange(3, dtype=np.uint32)[:, None]).sum(-2, keepdims=True)
+        nibbles = np.concatenate([nibbles & 7, last], axis=-2)
+    return nibbles.reshape(heads, n, BLOCK, size // bits).astype(np.float64) - 2 ** (bits - 1)
+
+
+def parameters(words: Array, *shape: int) -> Array:
+    halves = np.ascontiguousarray(words).view(np.float16).astype(np.float64)
+    return halves.reshape(*words.shape[:2], *shape, 2)
+
+
+def exact_channels(tiles: Array, bits: int = 4) -> Array:
+    """K (heads, tokens, head_dim) in float64 of the halves of tiles that hold it; or V alone."""
+    heads, n, words = tiles.shape
+    dim = words // (bits + 1)
+    pair = parameters(tiles[..., bits * dim :], 1, dim)
+    x = pair[..., 1] + pair[..., 0] * codes(tiles[..., : bits * dim], bits)
+    return x.reshape(heads, n * BLOCK, dim)
+
+
 def exact(tiles: Array, bits: int = 4) -> tuple[Array, Array]:
     """K and V (heads, tokens, head_dim) in float64 of canonical tiles, as layout.py has them."""
     heads, n, words = tiles.shape
+    k_tiles, v_tiles = np.split(tiles, 2, axis=-1)
     dim = words // (2 * bits + 2)
-    ends = [bits * dim, (bits + 1) * dim, (2 * bits + 1) * dim]
-    k_codes, k_params, v_codes, v_params = np.split(tiles, ends, axis=-1)
-
-    def codes(x: Array) -> Array:
-        shape = heads, n, dim, bits, 1
-        nibbles = x.reshape(shape) >> (4 * np.arange(8, dtype=np.uint32)) & 15
-        if bits == 3:
-            last = (nibbles >> 3 << np.arange(3, dtype=np.uint32)[:, None]).sum(-2, keepdims=True)
-            nibbles = np.concatenate([nibbles & 7, last], axis=-2)
-        return nibbles.reshape(heads, n, BLOCK, dim).astype(np.float64) - 2 ** (bits - 1)
-
-    def parameters(x: Array, *shape: int) -> Array:
-        halves = np.ascontiguousarray(x).view(np.float16).astype(np.float64)
-        return halves.reshape(heads, n, *shape, 2)
-
-    k_pair = parameters(k_params, 1, dim)
-    v_pair = np.repeat(parameters(v_params, BLOCK, dim // GROUP), GROUP, axis=3)
-    k = k_pair[..., 1] + k_pair[..., 0] * codes(k_codes)
-    v = v_pair[..., 1] + v_pair[..., 0] * codes(v_codes)
-    return k.reshape(heads, -1, dim), v.reshape(heads, -1, dim)
+    pair = parameters(v_tiles[..., bits * dim :], BLOCK, dim // GROUP)
+    pair = np.repeat(pair, GROUP, axis=3)
+    v = pair[..., 1] + pair[..., 0] * codes(v_tiles[..., : bits * dim], bits)
+    return exact_channels(k_tiles, bits), v.reshape(heads, n * BLOCK, dim)
 
 
 def float64(x: mx.array) -> Array:
     return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def keys_of(v: Array, keys: KeysOfValues) -> Array:
+    """K of V (heads, tokens, head_dim), from position 0 on."""
+    n = keys.periods.shape[0]
+    angles = np.arange(v.shape[1])[:, None] / float64(keys.periods)
+    x = (v * float64(keys.weight)).astype(np.complex128)
+    turned = (x[..., :n] + 1j * x[..., n : 2 * n]) * np.exp(1j * angles)
+    k: Array = np.concatenate([turned.real, turned.imag, x[..., 2 * n :].real], axis=-1)
+    return k
 
 
 @dataclass
@@ -109,6 +131,8 @@ class Problem:
     spare: int = 2
     """Blocks of capacity that are not filled."""
     kv_bits: int = 4
+    n_turned: int | None = None
+    """Pairs of channels that turn, where V alone is held and K made of it."""
 
     def __post_init__(self) -> None:
         mx.random.seed(self.n_blocks + self.n_tail)
@@ -125,11 +149,16 @@ class Problem:
         size = mx.exp(mx.random.normal((dim,)))
         blocks = self.n_blocks * BLOCK
         self.canonical = mx.full(
-            (heads, self.spare, tile_words(dim, self.kv_bits)), 2**32 - 1, mx.uint32
+            (heads, self.spare, tile_words(dim, self.kv_bits, self.n_turned is not None)),
+            2**32 - 1,
+            mx.uint32,
         )
         if blocks:
             k, v = random(heads, blocks, dim) * size, random(heads, blocks, dim)
-            tiles = codec.seal(k, v, self.kv_bits)
+            if self.n_turned is None:
+                tiles = codec.seal(k, v, self.kv_bits)
+            else:
+                tiles = codec.seal_channels(k, self.kv_bits)
             self.canonical = mx.concatenate([tiles, self.canonical], axis=1)
         self.q = random(self.n_heads, self.tokens, dim)
         self.sink_k, self.sink_v = partly(self.n_sink, SINK), partly(self.n_sink, SINK)
@@ -139,15 +168,30 @@ class Problem:
         self.softcap = self.options.get("softcap")
         self.window = self.options.get("window")
         self.logits = 2 * random(self.n_heads) if self.options.get("logits") else None
+        self.keys: KeysOfValues | None = None
+        if self.n_turned is not None:
+            # Gemma 4's: the periods of a whole head, of which the first turn.
+            periods = 1e6 ** (2 * mx.arange(dim // 2) / dim)
+            periods[self.n_turned :] = float("inf")
+            self.keys = KeysOfValues(1 + random(dim) / 4, periods)
+            self.sink_k = self.tail_k = mx.zeros((heads, 1, 0), self.dtype)
+
+    def tiles(self, kernels: Metal) -> Any:
+        return kernels.from_canonical(self.canonical, k_is_v=self.keys is not None)
 
     def view(self, tiles: mx.array) -> KVView:
         return KVView(
             self.sink_k, self.sink_v, tiles, self.tail_k, self.tail_v,
-            self.n_sink, self.n_blocks, self.n_tail,
+            self.n_sink, self.n_blocks, self.n_tail, keys=self.keys,
         )  # fmt: skip
 
     def held(self) -> tuple[Array, Array]:
-        sealed = exact(np.array(self.canonical[:, : self.n_blocks]), self.kv_bits)
+        tiles = np.array(self.canonical[:, : self.n_blocks])
+        if self.keys is not None:
+            ends = float64(self.sink_v[:, : self.n_sink]), float64(self.tail_v[:, : self.n_tail])
+            v = np.concatenate([ends[0], exact_channels(tiles, self.kv_bits), ends[1]], axis=1)
+            return keys_of(v, self.keys), v
+        sealed = exact(tiles, self.kv_bits)
         parts = []
         for sink, middle, tail in zip(
             (self.sink_k, self.sink_v), sealed, (self.tail_k, self.tail_v), strict=True
@@ -179,7 +223,7 @@ class Problem:
     def error(self, kernels: Metal) -> float:
         """The largest error, relative to the largest element; NaN if there is one in the result."""
         out = kernels.attend(
-            self.q, self.view(kernels.from_canonical(self.canonical)), self.scale,
+            self.q, self.view(self.tiles(kernels)), self.scale,
             softcap=self.softcap, sinks=self.logits, window=self.window,
         )  # fmt: skip
         assert out.dtype == self.dtype
@@ -242,6 +286,28 @@ def test_codes_of_3_bits(dim: int, n_heads: int, n_kv_heads: int, tokens: int) -
     Problem(dim, n_heads, n_kv_heads, n_blocks=9, tokens=tokens, kv_bits=3).check()
 
 
+@pytest.mark.parametrize(
+    ("dim", "n_heads", "n_kv_heads", "tokens", "n_turned", "kv_bits"),
+    [
+        (64, 3, 1, 1, 32, 4),
+        (64, 9, 3, 8, 8, 3),
+        (96, 2, 2, 2, 48, 4),
+        (128, 16, 1, 1, 16, 4),
+        (128, 16, 1, 8, 64, 4),
+        (160, 2, 1, 2, 20, 4),
+        (256, 8, 2, 1, 32, 3),
+        (512, 8, 1, 1, 64, 4),
+        (512, 16, 1, 1, 64, 3),
+    ],
+)
+def test_keys_of_values(
+    dim: int, n_heads: int, n_kv_heads: int, tokens: int, n_turned: int, kv_bits: int
+) -> None:
+    Problem(
+        dim, n_heads, n_kv_heads, n_blocks=9, tokens=tokens, n_turned=n_turned, kv_bits=kv_bits
+    ).check()
+
+
 def test_short_context_is_one_pass() -> None:
     Problem(128, 8, 1, n_blocks=2).check()
 
@@ -263,8 +329,15 @@ def test_options(options: dict[str, Any], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("n_blocks", [1, 9])
-def test_bfloat16(n_blocks: int) -> None:
-    Problem(64, 4, 2, n_blocks=n_blocks, dtype=mx.bfloat16).check()
+@pytest.mark.parametrize("options", [{"scale": 1.0, "softcap": 3.0}, {"logits": True}], ids=str)
+def test_options_with_keys_of_values(options: dict[str, Any], n_blocks: int) -> None:
+    Problem(64, 4, 2, n_blocks, tokens=3, options=options, n_turned=32).check()
+
+
+@pytest.mark.parametrize("n_blocks", [1, 9])
+@pytest.mark.parametrize("n_turned", [None, 16])
+def test_bfloat16(n_blocks: int, n_turned: int | None) -> None:
+    Problem(64, 4, 2, n_blocks=n_blocks, dtype=mx.bfloat16, n_turned=n_turned).check()
 
 
 @pytest.mark.parametrize("n_blocks", [1, 9])
@@ -274,7 +347,7 @@ def test_logits_of_few_heads(n_blocks: int) -> None:
         Problem(64, n_heads, 1, n_blocks=n_blocks, options={"logits": True}).check()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n_sink=st.integers(0, SINK),
     n_blocks=st.sampled_from([0, 1, 2, 7, 8, 31, 128]) | st.integers(0, 40),
@@ -283,6 +356,7 @@ def test_logits_of_few_heads(n_blocks: int) -> None:
     n_kv_heads=st.integers(1, 3),
     tokens=st.integers(1, MAX_DECODE_TOKENS),
     window=st.none() | st.integers(1, 300),
+    n_turned=st.none() | st.integers(0, 32),
 )
 def test_any_length(
     n_sink: int,
@@ -292,12 +366,14 @@ def test_any_length(
     n_kv_heads: int,
     tokens: int,
     window: int | None,
+    n_turned: int | None,
 ) -> None:
     n_sink = SINK if n_blocks or n_tail else max(1, n_sink)
     tokens = min(tokens, n_sink + BLOCK * n_blocks + n_tail)
     Problem(
         64, group * n_kv_heads, n_kv_heads, n_blocks, n_tail, n_sink, tokens,
-        options={"window": window}, spare=n_blocks % 3,
+        options={"window": window} if n_turned is None else {},
+        spare=n_blocks % 3, n_turned=n_turned,
     ).check()  # fmt: skip
 
 
@@ -321,9 +397,11 @@ def test_large_scores() -> None:
 @pytest.mark.parametrize("kv_bits", [3, 4])
 def test_any_order_of_lanes_gives_the_same_bytes(kv_bits: int) -> None:
     kernels = metal_backend(Kernels(checked=True, orders=(0, 1, 2, 3)), kv_bits=kv_bits)
-    problem = Problem(64, 12, 2, n_blocks=9, tokens=2, kv_bits=kv_bits)
-    assert problem.error(kernels) < TOLERANCE[mx.float16]
+    for n_turned in (None, 16):
+        problem = Problem(64, 12, 2, n_blocks=9, tokens=2, kv_bits=kv_bits, n_turned=n_turned)
+        assert problem.error(kernels) < TOLERANCE[mx.float16]
     kernels.unseal(kernels.seal(*mx.random.normal((2, 1, 64, 64)).astype(mx.float16)))
+    kernels.seal_values(mx.random.normal((1, 64, 64)).astype(mx.float16))
 
 
 @emulated
@@ -373,6 +451,52 @@ def test_every_byte_is_loaded_once(kv_bits: int) -> None:
     assert report.simd_operations["matrix"] == 128 * units
     assert report.simd_operations["vote"] == units
     assert report.arithmetic["exp2"] < 1.5 * 8 * 32 * units
+
+
+# Attention of Gemma 4 31B's layers that see everything, on a chip of the size of a Max.
+GEMMA_31B: dict[str, Any] = {
+    "dim": 512,
+    "n_heads": 32,
+    "n_kv_heads": 4,
+    "n_blocks": 61,
+    "n_tail": 92,
+    "n_turned": 64,
+}
+
+
+@emulated
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_every_byte_of_values_is_loaded_once(kv_bits: int) -> None:
+    make = Kernels(checked=True)
+    problem = Problem(**GEMMA_31B, spare=0, kv_bits=kv_bits)
+    kernels = metal_backend(make, cores=32, kv_bits=kv_bits)
+    assert problem.error(kernels) < TOLERANCE[mx.float16]
+    report = make.made["tqchat_attend_values_split"].report
+    tiles = report.traffic["tiles"]
+    assert tiles.distinct_read == problem.canonical.nbytes == 4 * 61 * 4 * (kv_bits + 1) * 512
+    assert tiles.shared_read == 0
+    assert tiles.read == problem.canonical.nbytes
+    for name in ("sink", "tail"):
+        assert report.traffic[name].shared_read == 0
+        assert report.traffic[name].read == 2 * report.traffic[name].distinct_read
+    # 32 tokens take 256 matrix products for the scores of 512 channels and 256 for the output;
+    # four simdgroups each take the step of softmax and turn what the unit's first token turns by.
+    units = 4 * (61 + 1 + 3)
+    assert report.simd_operations["matrix"] == 512 * units
+    assert report.simd_operations["vote"] == 4 * units
+    assert report.arithmetic["exp2"] < 1.5 * 4 * 8 * 32 * units
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("n_heads", "tokens", "groups"), [(1, 1, 1), (8, 2, 1), (16, 1, 1), (17, 1, 2), (8, 8, 4)]
+)
+def test_row_groups_of_values(n_heads: int, tokens: int, groups: int) -> None:
+    make = Kernels(checked=True)
+    problem = Problem(512, n_heads, 1, n_blocks=9, tokens=tokens, spare=0, n_turned=64)
+    assert problem.error(metal_backend(make)) < TOLERANCE[mx.float16]
+    tiles = make.made["tqchat_attend_values_split"].report.traffic["tiles"]
+    assert tiles.read == groups * problem.canonical.nbytes
 
 
 @pytest.mark.parametrize("cores", sorted(metal.CORES.values()))
@@ -433,12 +557,19 @@ def test_compiles_ahead() -> None:
     """The first step of a shape runs every kernel, so that a later one meets none for the first."""
     make = Kernels(checked=False)
     kernels = Metal(make_kernel=make, cores=8)
-    Problem(32, 2, 1, n_blocks=0).error(kernels)
-    assert all(kernel.generated.source for kernel in make.made.values())
-    compiled = {name: set(kernel.compiled) for name, kernel in make.made.items()}
-    Problem(32, 2, 1, n_blocks=40).error(kernels)
-    kernels.unseal(kernels.seal(*mx.zeros((2, 1, 64, 32), mx.float16)))
-    assert {name: set(kernel.compiled) for name, kernel in make.made.items()} == compiled
+    for n_turned in (None, 8):
+        Problem(32, 2, 1, n_blocks=0, n_turned=n_turned).error(kernels)
+        used = {name for name in make.made if ("values" in name) == (n_turned is not None)}
+        assert len(used) == (5 if n_turned is None else 4)
+        assert all(bool(make.made[name].generated.source) for name in used)
+        compiled = {name: set(kernel.compiled) for name, kernel in make.made.items()}
+        Problem(32, 2, 1, n_blocks=40, n_turned=n_turned).error(kernels)
+        x = mx.zeros((1, 64, 32), mx.float16)
+        if n_turned is None:
+            kernels.unseal(kernels.seal(x, x))
+        else:
+            kernels.unseal_values(kernels.seal_values(x))
+        assert {name: set(kernel.compiled) for name, kernel in make.made.items()} == compiled
 
 
 def test_split_rule() -> None:
@@ -487,6 +618,19 @@ def test_seal(dim: int, kv_bits: int) -> None:
     sealed_as_oracle(k, v, kv_bits)
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
+@pytest.mark.parametrize("kv_bits", [3, 4])
+def test_seal_values(dim: int, kv_bits: int) -> None:
+    v = mx.random.normal((2, 2 * BLOCK, dim)).astype(mx.float16)
+    v[0, 7, 9], v[0, 3, 8], v[1, :, 5] = float("nan"), float("inf"), 3.0
+    kernels, expected = backend(kv_bits=kv_bits), codec.seal_channels(v, kv_bits)
+    tiles = kernels.seal_values(v)
+    assert mx.array_equal(kernels.to_canonical(tiles, k_is_v=True), expected)
+    assert mx.array_equal(kernels.from_canonical(expected, k_is_v=True), tiles)
+    values = np.clip(exact_channels(np.array(expected), kv_bits), -65504, 65504)
+    assert (float64(kernels.unseal_values(tiles)) == values.astype(np.float16)).all()
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.floats(1e-8, 6e4), bfloat=st.booleans())
 def test_seal_any_size(seed: int, size: float, bfloat: bool) -> None:
@@ -526,6 +670,64 @@ def test_gather() -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [3, 4])
+@pytest.mark.parametrize("n_turned", [0, 16, 32])
+def test_gather_values(n_turned: int, kv_bits: int) -> None:
+    kernels = backend(kv_bits=kv_bits)
+    for n_blocks, n_tail, n_new in ((3, 37, 5), (0, 37, 1), (2, 0, 33), (2, 5, 0)):
+        problem = Problem(64, 2, 2, n_blocks, n_tail, n_turned=n_turned, kv_bits=kv_bits)
+        new_k, new_v = mx.random.normal((2, 2, 40, 64)).astype(mx.float16)
+        view = problem.view(problem.tiles(kernels))
+        k, v = (float64(x) for x in kernels._gathered(view, new_k, new_v, n_new))
+        held_k, held_v = problem.held()
+        held = held_v.shape[1]
+        assert (v[:, :held] == held_v.astype(np.float16)).all()
+        # Rounded to fp16 once; where a sum cancels, float's own error shows.
+        assert np.allclose(k[:, :held], held_k, rtol=2**-11, atol=1e-5)
+        assert (k[:, held:] == float64(new_k[:, :n_new])).all()
+        assert (v[:, held:] == float64(new_v[:, :n_new])).all()
+
+
+def test_far_positions_are_turned_exactly() -> None:
+    """A float's product of a position and a frequency would be off by 1e-2 there."""
+    source = """
+      const uint i = thread_position_in_grid.x;
+      const Complex<float> x = angle(positions[i], turns[i]);
+      out[2 * i] = x.x;
+      out[2 * i + 1] = x.y;
+    """
+    header = metal._header("tile.metal", "values.metal")
+    kernel = Kernels(checked=True)("angle", ["positions", "turns"], ["out"], source, header)
+    position, period = np.meshgrid(
+        [0, 1, 31, 4095, 131_071, 262_143, 1_048_575], np.exp(np.linspace(0, 14, 40))
+    )
+    positions, periods = position.ravel(), period.ravel().astype(np.float32)
+    periods[:7] = np.inf
+    out = kernel(
+        inputs=[mx.array(positions.astype(np.int32)), metal._Turns.of(mx.array(periods)).turns],
+        grid=(positions.size, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(positions.size, 2)],
+        output_dtypes=[mx.float32],
+    )[0]
+    expected = np.exp(1j * positions / periods.astype(np.float64))
+    got = np.array(out).astype(np.float64)
+    # The angle, at most pi, is rounded twice (4e-7 together); then cosine and sine are.
+    assert np.abs(got[:, 0] + 1j * got[:, 1] - expected).max() < 1e-6
+
+
+def test_pairs_of_less_than_a_head() -> None:
+    """RoPE that pairs channels otherwise is left to MLX's operations."""
+    problem = Problem(64, 4, 2, n_turned=16)
+    assert problem.keys is not None
+    problem.keys = dataclasses.replace(problem.keys, periods=problem.keys.periods[:16])
+    problem.check()
+    k, v = mx.random.normal((2, 2, 5, 64)).astype(mx.float16)
+    gathered, _ = backend().gather(problem.view(problem.tiles(backend())), k, v)
+    expected = np.concatenate([problem.held()[0], float64(k)], axis=1)
+    assert np.allclose(float64(gathered), expected, rtol=2e-3, atol=8e-3)
+
+
+@pytest.mark.parametrize("kv_bits", [3, 4])
 def test_unseal(kv_bits: int) -> None:
     k, v = mx.random.normal((2, 1, 3 * BLOCK, 96)).astype(mx.float16)
     expected = exact(np.array(codec.seal(k, v, kv_bits)[:, :2]), kv_bits)
@@ -552,17 +754,28 @@ def test_nothing_to_seal() -> None:
     assert tiles.shape == (2, 0, tile_words(64))
     assert backend().to_canonical(tiles).shape == tiles.shape
     assert backend().unseal(tiles)[0].shape == (2, 0, 64)
+    tiles = backend().seal_values(none)
+    assert tiles.shape == (2, 0, tile_words(64, k_is_v=True))
+    assert backend().to_canonical(tiles, k_is_v=True).shape == tiles.shape
+    empty = Problem(64, 2, 2, 0, 0, 0, n_turned=16)
+    assert backend().gather(empty.view(tiles), none, none)[0].shape == (2, 0, 64)
 
 
-def test_in_a_cache() -> None:
+@pytest.mark.parametrize("k_is_v", [False, True])
+def test_in_a_cache(k_is_v: bool) -> None:
     """Prefill in chunks, decode across sealing, trim into a block: as the oracle's cache does."""
-    caches = [SealedCache(kernels, 2, 64) for kernels in (backend(), Backend(mx.float16))]
+    layer = KVLayer(2, 64, k_is_v=k_is_v)
+    caches = [SealedCache(kernels, layer) for kernels in (backend(), Backend(mx.float16))]
+    keys = Problem(64, 1, 1, n_turned=16).keys
+    assert keys is not None
     mx.random.seed(0)
 
     def step(tokens: int) -> None:
         q = mx.random.normal((4, tokens, 64)).astype(mx.float16)
         k, v = mx.random.normal((2, 2, tokens, 64)).astype(mx.float16)
-        out, expected = (float64(cache.attend(q, k, v, 0.125)) for cache in caches)
+        if k_is_v:
+            k = Backend(mx.float16).rope(v * keys.weight, keys.periods, caches[0].offset)
+        out, expected = (float64(cache.attend(q, k, v, 0.125, keys=keys)) for cache in caches)
         assert np.abs(out - expected).max() < TOLERANCE[mx.float16] * np.abs(expected).max()
 
     for tokens in (100, 50, *[1] * 14, 8, 3, 1):
@@ -585,17 +798,23 @@ def test_address_spaces(n_heads: int, logits: bool, kv_bits: int) -> None:
     make = Kernels(checked=False)
     kernels = metal_backend(make, kv_bits=kv_bits)
     for n_blocks in (1, 9):
-        problem = Problem(32, n_heads, 1, n_blocks, options={"logits": logits}, kv_bits=kv_bits)
-        problem.error(kernels)
+        for n_turned in (None, 8):
+            Problem(
+                32, n_heads, 1, n_blocks, options={"logits": logits}, kv_bits=kv_bits,
+                n_turned=n_turned,
+            ).error(kernels)  # fmt: skip
     kernels.unseal(kernels.seal(*mx.zeros((2, 1, BLOCK, 32), mx.float16)))
-    assert len(make.made) == 5
+    view = Problem(32, 1, 1, n_turned=8, kv_bits=kv_bits)
+    x = kernels.seal_values(mx.zeros((1, BLOCK, 32), mx.float16))
+    kernels.gather(view.view(x), view.tail_v, view.tail_v)
+    assert len(make.made) == 9
     for kernel in make.made.values():
         text = kernel.generated
         assert lint(text.source, text.name, text.template_arguments) == ""
 
 
 # Names of kernels begin so; pass 1 comes in two forms.
-MERGE, ATTEND = "tqchat_merge", "tqchat_attend"
+MERGE, ATTEND, VALUES = "tqchat_merge", "tqchat_attend_", "tqchat_attend_values_"
 BASE: dict[str, Any] = {"dim": 64, "n_heads": 12, "n_kv_heads": 2, "n_blocks": 9, "tokens": 2}
 PLAIN = Problem(**BASE)
 WINDOW = Problem(**BASE, options={"window": 70, "softcap": 4.0})
@@ -604,6 +823,9 @@ NARROW = Problem(**BASE, options={"window": 20})
 LARGE = Problem(**{**BASE, "n_blocks": 40}, options={"scale": 2.0})
 THREE = Problem(**BASE, kv_bits=3)
 LOGITS = Problem(**BASE, options={"logits": True})
+TURNED = Problem(**BASE, n_turned=20)
+NARROW_TURNED = Problem(**{**BASE, "n_blocks": 0, "n_tail": 5, "tokens": 5}, n_turned=20)
+WIDE = Problem(128, 12, 2, n_blocks=9, tokens=2, n_turned=64)
 
 # Kernel, what to replace by what, and a problem that shows it.
 MUTATIONS = {
@@ -670,6 +892,40 @@ MUTATIONS = {
     "no tanh": (ATTEND, "metal::precise::tanh(score)", "score", WINDOW),
     "splits not weighed": (MERGE, "exp2(maximum - highest)", "exp2(0.0f * maximum)", PLAIN),
     "split's weight": (MERGE, "simd_shuffle(weight, s)", "simd_shuffle(weight, s ^ 1)", PLAIN),
+    "K not weighed": (VALUES, "two_of(weight + D / 2)", "float2(1.0f)", TURNED),
+    "partner's weight": (VALUES, "two_of(weight + D / 2)", "two_of(weight)", TURNED),
+    "turned the other way": (VALUES, "a.x * by.x - a.y * by.y", "a.x * by.x + a.y * by.y", TURNED),
+    "turned by a turn's half": (VALUES, "* turn >> 32", "* turn >> 33", TURNED),
+    "low bits of a turn": (
+        VALUES,
+        "ulong(position) * turn",
+        "ulong(position) * uint(turn)",
+        TURNED,
+    ),
+    "turned by the lane": (VALUES, "turned(both, by_row[m][i])", "both", TURNED),
+    "not turned on": (VALUES, "by = turned(by, keys.by_8[m][i])", "", TURNED),
+    "turned by another's start": (VALUES, "16 * j + lane % 16", "16 * j + lane % 8", TURNED),
+    "another simdgroup's turns": (VALUES, "keys.turns[16 * j +", "keys.turns[16 * m +", WIDE),
+    "sink off by one": (VALUES, "first < 0 ? 0 :", "first < 0 ? 1 :", NARROW_TURNED),
+    "tail off by a block": (VALUES, "held.n_sink + sealed + first", "sealed + first", TURNED),
+    "a share left out": (VALUES, "p < PARTS", "p < 1", TURNED),
+    "token by row": (
+        VALUES,
+        "(p * ROWS + a) * 32 + token) * 8 + row",
+        "(p * ROWS + a) * 32 + row) * 8 + token",
+        TURNED,
+    ),
+    "last token seen by all": (VALUES, "position + token + e <= last[a]", "true", NARROW_TURNED),
+    "reads past what is held": (VALUES, "8 * n < count", "8 * n < count + 32", TURNED),
+    "query of another row": (VALUES, "q[(r + 1) * D + channel]", "q[r * D + channel]", TURNED),
+    "another channel's parameters": (VALUES, "+ 2 * pair + i % 2]", "+ 2 * pair]", TURNED),
+    "another half's parameters": (VALUES, "D / 2 * (i / 4 % 2)", "0", TURNED),
+    "values of another capacity": (
+        VALUES,
+        "tiles += ulong(at.head) * capacity",
+        "tiles += ulong(at.head) * held.n_blocks",
+        TURNED,
+    ),
     "logit in the wrong base": (MERGE, "* M_LOG2E_F", "", LOGITS),
     "logit of another head": (MERGE, "head_row / n_tokens)", "head_row / n_rows)", LOGITS),
 }
@@ -702,15 +958,36 @@ def test_mutations_of_the_arithmetic_are_caught(mutation: str) -> None:
     assert not problem.error(kernels) < TOLERANCE[mx.float16]
 
 
+BARRIER = re.compile(r"(?:simdgroup|threadgroup)_barrier\([^;]*\);")
+
+
 @emulated
 @pytest.mark.parametrize("which", range(6))
 def test_a_missing_barrier_is_caught(which: int) -> None:
-    barrier = re.compile(r"(?:simdgroup|threadgroup)_barrier\([^;]*\);")
-
     def edit(text: str) -> str:
-        found = list(barrier.finditer(text))
+        found = list(BARRIER.finditer(text))
         assert len(found) == 6
         return text[: found[which].start()] + text[found[which].end() :]
 
     with pytest.raises(KernelError, match=r"DATA RACE|UNINITIALISED"):
         LARGE.error(mutated(ATTEND, edit, checked=True))
+
+
+@emulated
+@pytest.mark.parametrize("which", range(4))
+def test_a_missing_barrier_among_values_is_caught(which: int) -> None:
+    def edit(text: str) -> str:
+        start = text.index("struct SealedChannels")
+        found = list(BARRIER.finditer(text, start))
+        assert len(found) == 4
+        return text[: found[which].start()] + text[found[which].end() :]
+
+    with pytest.raises(KernelError, match=r"DATA RACE|UNINITIALISED"):
+        WIDE.error(mutated(VALUES, edit, checked=True))
+
+
+@emulated
+def test_a_missing_barrier_of_sealing_is_caught() -> None:
+    kernels = mutated("tqchat_seal_values", lambda text: BARRIER.sub("", text), checked=True)
+    with pytest.raises(KernelError, match=r"DATA RACE|UNINITIALISED"):
+        kernels.seal_values(mx.zeros((1, BLOCK, 64), mx.float16))

@@ -1,12 +1,12 @@
 """KV caches for measurement: any codec behind a 16-bit tail and sink, and one that remembers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from tqchat.engine.cache import DenseCache, KVCache, SealedCache
-from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Array, Backend
+from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Array, Backend, KeysOfValues
 from tqchat.kernels.codecs import Codec
 from tqchat.models.kv import KVLayer
 
@@ -15,11 +15,23 @@ MakeCache = Callable[[Backend, KVLayer, int], KVCache]
 
 
 def fp16_cache(backend: Backend, layer: KVLayer, number: int) -> KVCache:
-    return DenseCache(backend, layer.n_kv_heads, layer.head_dim, layer.window)
+    return DenseCache(backend, layer)
 
 
 def int4_cache(backend: Backend, layer: KVLayer, number: int) -> KVCache:
-    return SealedCache(backend, layer.n_kv_heads, layer.head_dim, layer.window)
+    return SealedCache(backend, layer)
+
+
+def append_random(
+    backend: Backend, layers: Sequence[KVLayer], caches: Sequence[KVCache], tokens: int
+) -> None:
+    """Give every cache `tokens` random tokens more, through its own call."""
+    for layer, cache in zip(layers, caches, strict=True):
+        shape = (layer.n_kv_heads, tokens, layer.head_dim)
+        k, v = (backend.load_vector(mx.random.normal(shape)) for _ in "kv")
+        ones = mx.ones((layer.head_dim,))
+        keys = KeysOfValues(backend.load_vector(ones), backend.load_table(ones[::2]))
+        backend.evaluate(cache.attend(k[:, -1:], k, v, 1.0, keys=keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ class CodecCache(DenseCache):
     """
 
     def __init__(self, backend: Backend, layer: KVLayer, codec: Codec, kept: Kept) -> None:
-        super().__init__(backend, layer.n_kv_heads, layer.head_dim, layer.window)
+        super().__init__(backend, layer)
         self._codec, self._in_16_bits = codec, kept
         self._end = kept.sink
 
@@ -86,16 +98,22 @@ class Witness:
         return self._cache.offset
 
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array:
-        out = self._cache.attend(q, k, v, scale, sinks)
+        out = self._cache.attend(q, k, v, scale, sinks, keys)
         self._keep(q, k, v, scale, out)
         return out
 
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]:
-        out, attend = self._cache.share(q, k, v, scale)
+        out, attend = self._cache.share(q, k, v, scale, keys)
         self._keep(q, k, v, scale, out)
         return out, attend
 

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tqchat.bench import charts
+from tqchat.bench.caches import append_random
 from tqchat.engine import plan
 from tqchat.engine.cache import DenseCache, KVCache, SealedCache, make_caches
 from tqchat.engine.events import CODE_BITS, KVKind
 from tqchat.engine.loading import LoadedModel
 from tqchat.engine.memory import measure as measure_memory
-from tqchat.kernels import Backend, select
+from tqchat.kernels import select
 from tqchat.models.errors import ModelError
-from tqchat.models.kv import KVLayer
 from tqchat.units import bytes_text
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -69,7 +69,8 @@ def measure(loaded: LoadedModel, contexts: Sequence[int]) -> Report:
 
 
 def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
-    planned = plan.allocated_bytes(loaded.model.shape, context, kv)
+    derives_keys = loaded.backend.derives_keys
+    planned = plan.allocated_bytes(loaded.model.shape, context, kv, derives_keys)
     free = measure_memory(0, 0).free
     if planned > free:
         raise ModelError(
@@ -86,22 +87,13 @@ def _row(loaded: LoadedModel, kv: KVKind, context: int) -> Row:
         for cache in caches:
             cache.reserve(context)
         for start in range(0, context, CHUNK):
-            _append(backend, layers, caches, min(CHUNK, context - start))
+            append_random(backend, layers, caches, min(CHUNK, context - start))
         in_use = _in_use() - before
     finally:
         tracemalloc.stop()
     held = sum(cache.nbytes for cache in caches)
     allocated = sum(cache.nbytes_allocated for cache in caches)
     return Row(kv, context, planned, held, allocated, in_use)
-
-
-def _append(
-    backend: Backend, layers: Sequence[KVLayer], caches: Sequence[KVCache], tokens: int
-) -> None:
-    for cache, layer in zip(caches, layers, strict=True):
-        shape = (layer.n_kv_heads, tokens, layer.head_dim)
-        k, v = (backend.load_vector(mx.random.normal(shape)) for _ in "kv")
-        backend.evaluate(cache.attend(k[:, -1:], k, v, 1.0))
 
 
 def _in_use() -> int:

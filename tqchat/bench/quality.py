@@ -19,6 +19,7 @@ from tqchat.bench.progress import steps
 from tqchat.bench.retrieval import Found, Tasks
 from tqchat.bench.schemes import CODED, INT4, ORDERING, Scheme, bits_per_element
 from tqchat.chat.documents import read_document
+from tqchat.engine.cache import stored
 from tqchat.engine.loading import LoadedModel
 from tqchat.kernels import SINK, TAIL_MAX, TAIL_MIN
 from tqchat.models.errors import ModelError
@@ -125,10 +126,13 @@ def measure(loaded: LoadedModel, effort: Effort, texts: Sequence[Text], console:
 
 def _bits(loaded: LoadedModel, scheme: Scheme) -> float:
     """0.0 if the codec does not take the model's head_dim."""
+    kv_layers = loaded.model.shape.kv_layers
     try:
-        return bits_per_element(scheme.codec, loaded.model.shape.kv_layers)
+        bits = bits_per_element(scheme.codec, kv_layers)
     except ValueError:
         return 0.0
+    alone = fmean(scheme.own and stored(layer, loaded.backend).k_is_v for layer in kv_layers)
+    return bits * (1 - alone / 2)
 
 
 def texts(loaded: LoadedModel, effort: Effort, file: Path | None) -> list[Text]:

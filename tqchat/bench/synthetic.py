@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from tqchat.bench import charts
+from tqchat.bench.caches import append_random
 from tqchat.engine.cache import KVCache, SealedCache
 from tqchat.engine.step import CompiledStep
 from tqchat.kernels import Backend, Weight, select
@@ -176,12 +177,7 @@ def tensors(config: dict[str, Any]) -> dict[str, mx.array]:
 
 def fill(synthetic: Synthetic, caches: Sequence[KVCache], tokens: int) -> None:
     """Give every empty cache `tokens` random tokens, through the cache's own call."""
-    backend, n_heads = synthetic.backend, synthetic.config["num_attention_heads"]
-    for layer, cache in zip(synthetic.model.shape.kv_layers, caches, strict=True):
-        q = backend.zeros((n_heads, 1, layer.head_dim), backend.dtype)
-        shape = (layer.n_kv_heads, tokens, layer.head_dim)
-        k, v = (backend.load_vector(mx.random.normal(shape)) for _ in "kv")
-        backend.evaluate(cache.attend(q, k, v, 1.0))
+    append_random(synthetic.backend, synthetic.model.shape.kv_layers, caches, tokens)
     mx.clear_cache()
 
 
@@ -201,8 +197,7 @@ def measure(synthetic: Synthetic, contexts: Sequence[int]) -> list[Row]:
     model, backend = synthetic.model, synthetic.backend
 
     def filled(context: int) -> list[SealedCache]:
-        layers = model.shape.kv_layers
-        caches = [SealedCache(backend, x.n_kv_heads, x.head_dim, x.window) for x in layers]
+        caches = [SealedCache(backend, layer) for layer in model.shape.kv_layers]
         fill(synthetic, caches, context)
         return caches
 

@@ -8,11 +8,22 @@ nothing else still refers to it, so what a chunk has read is computed before it 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.core as mx
 
-from tqchat.kernels import BLOCK, SINK, TAIL_MAX, TAIL_MIN, Array, Backend, KVView, tile_words
+from tqchat.kernels import (
+    BLOCK,
+    SINK,
+    TAIL_MAX,
+    TAIL_MIN,
+    Array,
+    Backend,
+    KeysOfValues,
+    KVView,
+    tile_words,
+)
 from tqchat.kernels.layout import MAX_DECODE_TOKENS, TAIL_CAPACITY, tile_bytes
 from tqchat.models.kv import KVLayer
 
@@ -30,10 +41,16 @@ class KVCache(Protocol):
     @property
     def offset(self) -> int: ...
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array: ...
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]: ...
     def trim(self, length: int) -> None:
         """Forget all but the first `length` tokens: 0, or at least `trimmable_to`."""
@@ -74,12 +91,15 @@ class KVCache(Protocol):
 
 
 def make_caches(
-    kind: Callable[[Backend, int, int, int | None], KVCache],
-    backend: Backend,
-    layers: Sequence[KVLayer],
+    kind: Callable[[Backend, KVLayer], KVCache], backend: Backend, layers: Sequence[KVLayer]
 ) -> list[KVCache]:
     """An empty cache, SealedCache or DenseCache, for each of `layers`."""
-    return [kind(backend, layer.n_kv_heads, layer.head_dim, layer.window) for layer in layers]
+    return [kind(backend, layer) for layer in layers]
+
+
+def stored(layer: KVLayer, backend: Backend) -> KVLayer:
+    """The layer as a SealedCache on this backend keeps it: perhaps K and V both after all."""
+    return replace(layer, k_is_v=layer.k_is_v and backend.derives_keys)
 
 
 def window_tokens(n_kv_heads: int, head_dim: int, window: int) -> int:
@@ -105,22 +125,24 @@ class SealedCache:
     """`layout`'s cache of one layer, with codes of its backend's `kv_bits`.
 
     With a `window`, blocks that have gone by are left out at the front, and the sink with them.
+    A layer that is `k_is_v` has V alone, and K of no channels, if the backend can make K of V;
+    every call then needs `keys`.
     """
 
-    def __init__(
-        self, backend: Backend, n_kv_heads: int, head_dim: int, window: int | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, layer: KVLayer) -> None:
+        n_kv_heads, head_dim, window = layer.n_kv_heads, layer.head_dim, layer.window
         self._backend = backend
         self._head_dim = head_dim
         self._n_kv_heads = n_kv_heads
         self._window = window
+        self._k_is_v = stored(layer, backend).k_is_v
         self._kept_blocks = window_tokens(n_kv_heads, head_dim, window) // BLOCK if window else 0
-        dtype = backend.cache_dtype
-        self._sink_k = backend.zeros((n_kv_heads, SINK, head_dim), dtype)
+        dtype, k_dim = backend.cache_dtype, 0 if self._k_is_v else head_dim
+        self._sink_k = backend.zeros((n_kv_heads, SINK, k_dim), dtype)
         self._sink_v = backend.zeros((n_kv_heads, SINK, head_dim), dtype)
-        self._tail_k = backend.zeros((n_kv_heads, TAIL_CAPACITY, head_dim), dtype)
+        self._tail_k = backend.zeros((n_kv_heads, TAIL_CAPACITY, k_dim), dtype)
         self._tail_v = backend.zeros((n_kv_heads, TAIL_CAPACITY, head_dim), dtype)
-        self._tile_words = tile_words(head_dim, backend.kv_bits)
+        self._tile_words = tile_words(head_dim, backend.kv_bits, self._k_is_v)
         self._tiles = backend.zeros((n_kv_heads, 0, self._tile_words), mx.uint32)
         # Tokens left out at the front, then those held.
         self._dropped = self._n_sink = self._n_blocks = self._n_tail = 0
@@ -138,29 +160,35 @@ class SealedCache:
         return self._n_sink + BLOCK * self._n_blocks + self._n_tail
 
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array:
         backend, window = self._backend, self._window
         if k.shape[1] <= MAX_DECODE_TOKENS:
             self._append(k, v)
-            return backend.attend(q, self._view(), scale, sinks=sinks, window=window)
-        out = backend.attend_chunk(q, k, v, self._view(), scale, sinks=sinks, window=window)
+            return backend.attend(q, self._view(keys), scale, sinks=sinks, window=window)
+        out = backend.attend_chunk(q, k, v, self._view(keys), scale, sinks=sinks, window=window)
         self._take_in_chunk(k, v, out)
         return out
 
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]:
         backend, window = self._backend, self._window
         if k.shape[1] <= MAX_DECODE_TOKENS:
             self._append(k, v)
-            view = self._view()
+            view = self._view(keys)
 
             def step(q: Array, scale: float) -> Array:
                 return backend.attend(q, view, scale, window=window)
 
             return step(q, scale), step
-        all_k, all_v = backend.gather(self._view().seen(window), k, v)
+        all_k, all_v = backend.gather(self._view(keys).seen(window), k, v)
 
         def chunk(q: Array, scale: float) -> Array:
             return backend.attend_dense(q, all_k, all_v, scale, window=window)
@@ -178,10 +206,13 @@ class SealedCache:
     def _buffers(self) -> tuple[Array, Array, Array, Array, Array]:
         return (self._sink_k, self._sink_v, self._tiles, self._tail_k, self._tail_v)
 
-    def _view(self) -> KVView:
-        return KVView(*self._buffers(), self._n_sink, self._n_blocks, self._n_tail)
+    def _view(self, keys: KeysOfValues | None) -> KVView:
+        counts = (self._n_sink, self._n_blocks, self._n_tail)
+        return KVView(*self._buffers(), *counts, keys=keys if self._k_is_v else None)
 
     def _append(self, k: Array, v: Array) -> None:
+        if self._k_is_v:
+            k = k[..., :0]
         taken = 0 if self._dropped else min(SINK - self._n_sink, k.shape[1])
         if taken:
             # One at a time: in MLX an assignment to all of an array makes it a view of the source,
@@ -214,11 +245,19 @@ class SealedCache:
             self._n_tail += k.shape[1]
 
     def _write_tail(self, start: int, k: Array, v: Array) -> None:
-        self._backend.write_tokens(self._tail_k, start, k)
+        if not self._k_is_v:
+            self._backend.write_tokens(self._tail_k, start, k)
         self._backend.write_tokens(self._tail_v, start, v)
 
     def _seal(self, k: Array, v: Array) -> None:
-        self._append_tiles(self._backend.seal(k, v))
+        backend = self._backend
+        self._append_tiles(backend.seal_values(v) if self._k_is_v else backend.seal(k, v))
+
+    def _unseal(self, tiles: Array) -> tuple[Array, Array]:
+        if self._k_is_v:
+            v = self._backend.unseal_values(tiles)
+            return v[..., :0], v
+        return self._backend.unseal(tiles)
 
     def _append_tiles(self, tiles: Array) -> None:
         n_blocks = self._n_blocks + tiles.shape[1]
@@ -271,7 +310,7 @@ class SealedCache:
             self._n_blocks, self._n_tail = divmod(length - sink, BLOCK)
             if self._n_tail:
                 block = self._tiles[:, self._n_blocks : self._n_blocks + 1]
-                k, v = self._backend.unseal(block)
+                k, v = self._unseal(block)
                 self._write_tail(0, k[:, : self._n_tail], v[:, : self._n_tail])
         self._backend.evaluate(*self._buffers())
 
@@ -303,11 +342,14 @@ class SealedCache:
 
     def blocks(self, start: int, stop: int) -> mx.array:
         """Sealed blocks: (n_kv_heads, stop - start, tile_words)."""
-        tiles: mx.array = self._backend.to_canonical(self._tiles[:, start:stop])
+        tiles: mx.array = self._backend.to_canonical(self._tiles[:, start:stop], self._k_is_v)
         return tiles
 
     def sink(self) -> tuple[mx.array, mx.array]:
-        """K and V of the first tokens: (n_kv_heads, up to SINK, head_dim), 16 bits."""
+        """K and V of the first tokens: (n_kv_heads, up to SINK, head_dim), 16 bits.
+
+        K has no channels where V alone is held.
+        """
         sink = slice(0, self._n_sink)
         return mx.array(self._sink_k[:, sink]), mx.array(self._sink_v[:, sink])
 
@@ -324,7 +366,7 @@ class SealedCache:
         self._reserve(n_blocks)
 
     def restore_blocks(self, tiles: mx.array) -> None:
-        self._append_tiles(self._backend.from_canonical(tiles))
+        self._append_tiles(self._backend.from_canonical(tiles, self._k_is_v))
         self._backend.evaluate(self._tiles)
 
     def restore_tail(self, k: mx.array, v: mx.array) -> None:
@@ -340,7 +382,7 @@ class SealedCache:
     def nbytes(self) -> int:
         tokens_16bit = self._n_sink + self._n_tail
         sealed = 4 * self._n_kv_heads * self._n_blocks * self._tile_words
-        return sealed + tokens_16bit * self._token_bytes_fp16
+        return sealed + tokens_16bit * self._token_bytes_fp16 // (2 if self._k_is_v else 1)
 
     @property
     def nbytes_allocated(self) -> int:
@@ -358,9 +400,8 @@ class SealedCache:
 class DenseCache:
     """K and V as they come, in the backend's cache type: the yardstick."""
 
-    def __init__(
-        self, backend: Backend, n_kv_heads: int, head_dim: int, window: int | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, layer: KVLayer) -> None:
+        n_kv_heads, head_dim, window = layer.n_kv_heads, layer.head_dim, layer.window
         self._backend = backend
         self._width = n_kv_heads * head_dim
         self._window = window
@@ -378,12 +419,18 @@ class DenseCache:
         return self._dropped + self._length
 
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array:
         return self._attention(k, v, sinks)(q, scale)
 
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]:
         attend = self._attention(k, v, None)
         return attend(q, scale), attend

@@ -5,7 +5,7 @@ from typing import Any
 
 from tqchat.engine.cache import KVCache
 from tqchat.engine.pace import work
-from tqchat.kernels import Array, Backend
+from tqchat.kernels import Array, Backend, KeysOfValues
 from tqchat.kernels.layout import BLOCK
 from tqchat.models.errors import Stopped
 from tqchat.models.registry import Shape
@@ -60,18 +60,24 @@ class Stoppable:
         return self._cache.offset
 
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array:
         self._before()
-        out = self._cache.attend(q, k, v, scale, sinks)
+        out = self._cache.attend(q, k, v, scale, sinks, keys)
         self._backend.evaluate(out)
         return out
 
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]:
         self._before()
-        shared: tuple[Array, Any] = self._cache.share(q, k, v, scale)
+        shared: tuple[Array, Any] = self._cache.share(q, k, v, scale, keys)
         self._backend.evaluate(shared[0])
         return shared
 

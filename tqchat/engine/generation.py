@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tqchat.engine import memory, plan
-from tqchat.engine.cache import DenseCache, KVCache, SealedCache, make_caches
+from tqchat.engine.cache import DenseCache, KVCache, SealedCache, make_caches, stored
 from tqchat.engine.chunks import SMALLEST, ChunkSize, Stoppable
 from tqchat.engine.events import (
     CacheUse,
@@ -145,7 +145,7 @@ class Session:
         if caches is None:
             return "A KV cache in fp16 is not saved on disk."
         loaded = self._loaded
-        layers = tuple(loaded.model.shape.kv_layers)
+        layers = tuple(stored(layer, loaded.backend) for layer in loaded.model.shape.kv_layers)
         bits = loaded.backend.kv_bits
         identity = Identity(loaded.fingerprint, loaded.tokenizer.fingerprint, layers, bits)
         self._saved = SavedCache(folder, identity, budget)

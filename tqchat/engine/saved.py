@@ -53,8 +53,8 @@ _ITEM_BYTES = {"F16": 2, "BF16": 2, "U32": 4, "I32": 4, "U8": 1}
 class Identity:
     """What a saved cache and the model that takes it up must have in common.
 
-    `model` and `tokenizer` are fingerprints, `layers` what the model's caches are, with codes of
-    `kv_bits` bits.
+    `model` and `tokenizer` are fingerprints, `layers` what the model's caches are (`cache.stored`),
+    with codes of `kv_bits` bits.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Identity:
     kv_bits: int
 
     def tile_words(self, layer: KVLayer) -> int:
-        return tile_words(layer.head_dim, self.kv_bits)
+        return tile_words(layer.head_dim, self.kv_bits, layer.k_is_v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,7 @@ class SavedCache:
             "layers": ", ".join(
                 f"{layer.n_kv_heads}x{layer.head_dim}"
                 + (f"/{layer.window}" if layer.window else "")
+                + (" V" if layer.k_is_v else "")
                 for layer in self._identity.layers
             ),
         }
@@ -350,7 +351,7 @@ class SavedCache:
 _OTHERS = {
     "layout": "another kind",
     "model": "another model",
-    "layers": "another model",
+    "layers": "another kind",
     "tokenizer": "another tokenizer or chat template",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from tqchat.engine.cache import SealedCache
-from tqchat.kernels import SINK, TAIL_MAX, Array, Backend, KVView
+from tqchat.kernels import SINK, TAIL_MAX, Array, Backend, KeysOfValues, KVView
 from tqchat.models.registry import Model
 
 
@@ -79,7 +79,7 @@ class CompiledStep:
 
 
 class _Layer:
-    """One layer's cache while a step is traced."""
+    """One layer's cache while a step is traced; it holds K and V both."""
 
     def __init__(
         self,
@@ -100,14 +100,20 @@ class _Layer:
         return self._position
 
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array:
         return self._backend.append_and_attend(
             q, k, v, self._view, scale, sinks=sinks, window=self._window
         )
 
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]:
         def again(q: Array, scale: float) -> Array:
             # Its queries come of `out`, so the new token is in the tail by then.

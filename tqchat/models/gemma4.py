@@ -45,7 +45,8 @@ Shared = Callable[[Array, float], Array]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer. cache: which of the model's caches; owns: whether it fills it.
+    """One layer. cache: which of the model's caches; owns: whether it fills it; shared: whether
+    others read it too.
 
     k_is_v: V is K before its norm and its rotation, so that there is no matrix for it.
     """
@@ -56,6 +57,7 @@ class LayerShape:
     k_is_v: bool
     cache: int
     owns: bool
+    shared: bool
     intermediate_size: int
 
 
@@ -137,6 +139,12 @@ def _read_layers(
         )
     n_heads, window = config.integer("num_attention_heads"), config.integer("sliding_window")
     k_is_v = bool(config.get("attention_k_eq_v"))
+
+    def last(is_sliding: bool) -> int:
+        """Of the layers of a kind that have a cache."""
+        return max(i for i in range(n_own) if sliding[i] == is_sliding)
+
+    read = {last(is_sliding) for is_sliding in sliding[n_own:]}
     layers = []
     for i, is_sliding in enumerate(sliding):
         n_kv_heads = config.integer("num_key_value_heads")
@@ -152,9 +160,7 @@ def _read_layers(
         inner = config.integer("intermediate_size")
         if i >= n_own and config.get("use_double_wide_mlp"):
             inner *= 2
-        cache = min(i, n_own - 1)
-        if i >= n_own:
-            cache = max(j for j in range(n_own) if sliding[j] == is_sliding)
+        cache = i if i < n_own else last(is_sliding)
         layers.append(
             LayerShape(
                 n_kv_heads=n_kv_heads,
@@ -163,11 +169,13 @@ def _read_layers(
                 k_is_v=k_is_v and not is_sliding,
                 cache=cache,
                 owns=i < n_own,
+                shared=cache in read,
                 intermediate_size=inner,
             )
         )
     kv_layers = [
-        KVLayer(x.n_kv_heads, x.head_dim, window if x.sliding else None) for x in layers[:n_own]
+        KVLayer(x.n_kv_heads, x.head_dim, window if x.sliding else None, x.k_is_v)
+        for x in layers[:n_own]
     ]
     return tuple(layers), tuple(kv_layers)
 
@@ -188,6 +196,7 @@ class Attention:
                 parts[f"{prefix}.v_proj"] = self._kv_size
             self.k_norm = model.make_norm(weights, f"{prefix}.k_norm", layer.head_dim)
             self.v_norm = model.plain_norm(layer.head_dim)
+            self._keys = self._rope.keys(self.k_norm.weight) if layer.k_is_v else None
         else:
             for name in ("k_proj", "v_proj", "k_norm"):
                 weights.discard(f"{prefix}.{name}")
@@ -197,8 +206,9 @@ class Attention:
 
     def __call__(
         self, x: Array, cache: LayerCache, offset: int, shared: Shared | None
-    ) -> tuple[Array, Shared]:
-        """shared: attention to the cache's K and V, where this layer has none of its own."""
+    ) -> tuple[Array, Shared | None]:
+        """shared: attention to the cache's K and V, where this layer has none of its own; returned
+        where others read this layer's."""
         backend, layer, qkv = self._backend, self._layer, self.qkv_proj(x)
         q = self.q_norm(backend.split_heads(qkv[:, : self._q_size], self._n_heads))
         q = self._rope(q, offset)
@@ -211,7 +221,11 @@ class Attention:
             if not layer.k_is_v:
                 v = backend.split_heads(qkv[:, self._q_size + self._kv_size :], layer.n_kv_heads)
             k = self._rope(self.k_norm(k), offset)
-            out, shared = cache.share(q, k, self.v_norm(v), 1.0)
+            v = self.v_norm(v)
+            if layer.shared:
+                out, shared = cache.share(q, k, v, 1.0, self._keys)
+            else:
+                out = cache.attend(q, k, v, 1.0, keys=self._keys)
         return self.o_proj(backend.merge_heads(out)), shared
 
 
@@ -287,7 +301,7 @@ class Layer:
         offset: int,
         shared: Shared | None,
         per_layer: Array | None,
-    ) -> tuple[Array, Shared]:
+    ) -> tuple[Array, Shared | None]:
         """per_layer: this layer's own embedding of the tokens, (tokens, per_layer_size)."""
         out, shared = self.self_attn(self.input_norm(x), cache, offset, shared)
         x = x + self.attn_norm(out)
@@ -358,7 +372,7 @@ class Gemma4(Decoder[Gemma4Config]):
         c, x = self.shape, self.embed(ids)
         per_layer = self._per_layer(ids, x) if c.per_layer_size else None
         offset = caches[0].offset
-        seen: dict[int, Shared] = {}
+        seen: dict[int, Shared | None] = {}
         for i, layer in enumerate(self.decoder_layers):
             shared = None if c.layers[i].owns else seen[layer.cache]
             own = None if per_layer is None else per_layer[:, i]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from tqchat.kernels import GROUP, Array, Backend, Weight
+from tqchat.kernels import GROUP, Array, Backend, KeysOfValues, Weight
 from tqchat.models.rope import Rotation
 
 
@@ -21,17 +21,24 @@ class LayerCache(Protocol):
         ...
 
     def attend(
-        self, q: Array, k: Array, v: Array, scale: float, sinks: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        sinks: Array | None = None,
+        keys: KeysOfValues | None = None,
     ) -> Array:
         """Take in K and V (n_kv_heads, tokens, head_dim); attend q (n_heads, tokens, head_dim).
 
-        sinks: (n_heads,), a logit per head that joins the softmax without a value. How far back a
-        token sees is the cache's own (`KVLayer.window`).
+        sinks: (n_heads,), a logit per head that joins the softmax without a value. keys: how k is
+        made of v, of a layer that is `k_is_v`. How far back a token sees is the cache's own
+        (`KVLayer.window`).
         """
         ...
 
     def share(
-        self, q: Array, k: Array, v: Array, scale: float
+        self, q: Array, k: Array, v: Array, scale: float, keys: KeysOfValues | None = None
     ) -> tuple[Array, Callable[[Array, float], Array]]:
         """`attend`, and a call by which other layers' queries of the same tokens see the same."""
         ...
@@ -78,6 +85,11 @@ class RoPE:
     def __call__(self, x: Array, offset: int) -> Array:
         x = x if self._factors is None else x * self._factors
         return self._backend.rope(x, self.periods, offset)
+
+    def keys(self, weight: Array) -> KeysOfValues:
+        """How K is made of V where K is V times `weight` (head_dim,), and turned."""
+        weight = weight if self._factors is None else weight * self._factors
+        return KeysOfValues(weight, self.periods)
 
 
 class Attention:
