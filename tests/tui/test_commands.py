@@ -12,7 +12,7 @@ from tests.tui.conftest import Chat, chat
 from tests.tui.fake_engine import FakeEngine
 from tqchat import library, settings
 from tqchat.chat import sessions
-from tqchat.engine.events import Sampling
+from tqchat.engine.events import Finished, Sampling, Usage
 from tqchat.library import Offer
 from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
@@ -225,6 +225,65 @@ async def test_what_cannot_be_set_stays_in_the_prompt(
         await screen.command(typed)
         await screen.shows(words)
         assert screen.prompt.text == typed
+
+
+def context_rows(screen: Chat) -> list[tuple[str, int]]:
+    """What the last /context said."""
+    text = screen.screen_text.rpartition("The context, ")[2]
+    rows = re.findall(r"^ *(\w.*?) +([\d,]+) tokens +[\d.]+%", text, re.M)
+    return [(name, int(count.replace(",", ""))) for name, count in rows]
+
+
+async def context_is(screen: Chat, *rows: tuple[str, int]) -> None:
+    await screen.command("/context")
+    await screen.until(lambda: context_rows(screen) == list(rows))
+
+
+async def test_context_agrees_with_the_panel_around_a_running_answer(engine: FakeEngine) -> None:
+    """Its parts and what is free make up the context, whatever the model has read."""
+    async with chat(engine, size=(120, 60)) as screen:
+        said = [("system prompt", 3), ("your messages (1)", 1000), ("chat template", 10)]
+        await screen.send("q" * 4000)
+        await context_is(screen, *said, ("free", 8192 - 1013), ("yet to be read", 1013))
+        engine.say_stats(500)
+        await screen.shows("500 of 8,192")
+        await context_is(screen, *said, ("free", 8192 - 1013), ("yet to be read", 513))
+        for _ in range(50):
+            engine.say("word ")
+        engine.say_stats(1062)
+        await screen.shows("1,062 of 8,192")
+        await context_is(screen, *said, ("this answer so far", 50), ("free", 8192 - 1063))
+
+
+async def test_what_was_read_and_taken_back_is_told_apart(engine: FakeEngine) -> None:
+    async with chat(engine, size=(120, 60)) as screen:
+        await screen.send("q" * 4000)
+        engine.tokens = 700
+        engine.say_finished("", "stopped")
+        await screen.until(lambda: screen.prompt.text)
+        screen.prompt.text = ""
+        system = ("system prompt", 3)
+        await context_is(screen, system, ("no longer said", 697), ("free", 8192 - 700))
+
+
+async def test_stats_are_those_of_one_answer(engine: FakeEngine) -> None:
+    def rows() -> dict[str, str]:
+        return dict(re.findall(r"^ *(\w[\w ]*?)  +(\S.*?)  ", screen.screen_text, re.M))
+
+    async with chat(engine, size=(120, 60)) as screen:
+        await screen.exchange("one", "1")
+        await screen.send("two")
+        await screen.command("/stats")
+        await screen.shows("This answer so far", "The KV cache now")
+        assert (rows()["answer"], rows()["first token"], rows()["prompt"]) == ("-", "-", "-")
+        engine.events.append(
+            Finished(2, "stopped", "", Usage(9, 0, 0, 0.0, 0.0, 0.0), engine.cache, engine.memory)
+        )
+        await screen.until(lambda: not screen.app.busy)
+        screen.prompt.text = ""
+        await screen.command("/stats")
+        # What was stopped before it said a word is no answer.
+        await screen.shows("The last answer", "96 tokens", "412 tokens, 380 of them cached")
 
 
 async def test_context_says_what_fills_it(engine: FakeEngine) -> None:

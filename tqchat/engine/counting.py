@@ -56,6 +56,14 @@ class Counting:
                     if isinstance(text, str):
                         self._tell(number, tokenizer.count(text))
                     else:
-                        self._tell(number, len(template.prompt_ids(tokenizer, text)))
+                        self._tell(number, _in_template(tokenizer, template, text))
                 except ChatError:
                     log.exception("A text was not counted")
+
+
+def _in_template(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Message]) -> int:
+    try:
+        return len(template.prompt_ids(tokenizer, messages))
+    except ChatError:
+        # It takes no such conversation, so that nothing of it stands around the texts.
+        return sum(tokenizer.count(message.content) for message in messages)

@@ -65,6 +65,7 @@ class Turn:
     before: str = ""
     then: Callable[[str], None] | None = None
     tokens: int = 0
+    usage: Usage = NO_USAGE
     began: float = field(default_factory=lambda: monotonic())
 
 
@@ -158,7 +159,7 @@ class Dialogue:
                     self.record.let_go()
                     self.held = 0
                 elif self.turn is not None:
-                    figures.usage = usage
+                    figures.usage = self.turn.usage = usage
             case TakenUp(cache, memory):
                 figures.cache, figures.memory = cache, memory
                 self.record.let_go()
@@ -190,7 +191,9 @@ class Dialogue:
             case Finished(turn, reason, text, usage, cache, memory):
                 figures.cache, figures.memory = cache, memory
                 if self._is_running(turn):
-                    figures.usage = self.last_usage = usage
+                    figures.usage = usage
+                    if usage.completion_tokens:
+                        self.last_usage = usage
                     self._finished(reason, text)
             case Failed(turn, message, excess):
                 if turn is not None and self._is_running(turn):

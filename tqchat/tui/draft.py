@@ -23,8 +23,11 @@ class Draft:
         self._counts = Counts()
         self._seen = ""
         self._count_at = 0.0
-        self._wanted: Sequence[str] = ()
-        self._then: Callable[[], None] | None = None
+        self._awaited: list[tuple[Sequence[Countable], Callable[[], None]]] = []
+
+    def known(self, text: Countable) -> int | None:
+        """The tokens of a text, or of messages in the template; None until they are counted."""
+        return self._counts.known(text)
 
     def guess(self, text: str) -> int:
         """The tokens of a text: as counted, else what is likely."""
@@ -33,27 +36,29 @@ class Draft:
     def forget(self) -> None:
         """Another model counts otherwise."""
         self._counts.forget()
-        self._then = None
+        self._awaited.clear()
 
     def counted(self, number: int, tokens: int) -> None:
         """The engine's answer to a question for tokens."""
         self._counts.answer(number, tokens)
         prompt = self._app.prompt
-        if self._then is not None and not any(map(self._counts.is_asked, self._wanted)):
-            then, self._then = self._then, None
-            then()
+        self._call_back()
         for one in prompt.attachments.inside(prompt.text):
             one.tokens = self._counts.known(one.text)
         prompt.relabel()
 
-    def when_counted(self, texts: Sequence[str], then: Callable[[], None]) -> None:
+    def when_counted(self, texts: Sequence[Countable], then: Callable[[], None]) -> None:
         """Has texts counted and calls `then`: at once if nobody is there to count them."""
         self._ask(texts)
-        self._wanted = texts
-        if any(map(self._counts.is_asked, texts)):
-            self._then = then
-        else:
-            then()
+        self._awaited.append((texts, then))
+        self._call_back()
+
+    def _call_back(self) -> None:
+        for one in self._awaited[:]:
+            texts, then = one
+            if not any(map(self._counts.is_asked, texts)):
+                self._awaited.remove(one)
+                then()
 
     def count(self) -> None:
         """Has the prompt's texts counted, once it is left alone for a moment."""

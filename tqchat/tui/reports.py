@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tqchat.chat.conversation import Message
 from tqchat.settings import CHANGEABLE, TABLE
 from tqchat.tui.entries import Listing
 from tqchat.tui.figures import rate_text, seconds_text
@@ -11,6 +13,10 @@ from tqchat.tui.text import clean_line
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
+
+
+# Tokens by which the cache may differ from what is counted: an answer's end is not in it yet.
+_SLACK = 16
 
 
 class Reports:
@@ -28,35 +34,41 @@ class Reports:
         self._show("Keys", self._app.KEYS)
 
     def stats(self) -> None:
-        """The figures of the last answer."""
-        usage, cache = self._app.dialogue.last_usage, self._app.dialogue.figures.cache
+        """The figures of the answer that is written, or else of the last one; and the cache's."""
+        dialogue = self._app.dialogue
+        turn, cache = dialogue.turn, dialogue.figures.cache
+        usage = dialogue.last_usage if turn is None else turn.usage
         if usage is None:
             self._app.hint("There are no figures yet: ask something first.")
             return
+        read = f"{usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
         pairs = [
-            ("prompt", f"{usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"),
-            ("answer", f"{usage.completion_tokens:,} tokens"),
-            ("first token", f"after {seconds_text(usage.ttft_s)}"),
+            ("prompt", read if usage.prompt_tokens else "-"),
+            ("answer", f"{usage.completion_tokens:,} tokens" if usage.completion_tokens else "-"),
+            ("first token", f"after {seconds_text(usage.ttft_s)}" if usage.ttft_s else "-"),
             ("reading", f"{rate_text(usage.prefill_tps)} tokens/s"),
             ("writing", f"{rate_text(usage.decode_tps)} tokens/s"),
         ]
+        self._show("The last answer" if turn is None else "This answer so far", pairs)
         if cache is not None:
-            pairs += [
-                ("KV cache", f"{cache.kv_bytes:,} bytes, {cache.kv_bytes_allocated:,} allocated"),
+            pairs = [
+                ("tokens", f"{cache.tokens:,} of {cache.context:,}"),
+                ("size", f"{cache.kv_bytes:,} bytes, {cache.kv_bytes_allocated:,} allocated"),
                 ("in fp16", f"{cache.kv_bytes_fp16:,} bytes"),
-                ("context", f"{cache.tokens:,} of {cache.context:,} tokens"),
             ]
-        self._show("The last answer", pairs)
+            self._show("The KV cache now", pairs)
 
     def context(self) -> None:
         """What fills the context, once it is counted."""
         talk = self._app.dialogue.record.talk
         texts = [talk.system, *(message.content for message in talk.messages)]
-        self._app.draft.when_counted(texts, self._show_context)
+        whole = tuple(talk.prompt()) if talk.messages else ()
+        self._app.draft.when_counted([*texts, whole], partial(self._show_context, whole))
 
-    def _show_context(self) -> None:
+    def _show_context(self, whole: tuple[Message, ...]) -> None:
+        """`whole`: the conversation as it was counted, with what the template puts around it."""
         dialogue, tokens = self._app.dialogue, self._app.draft.guess
-        talk, cache = dialogue.record.talk, dialogue.figures.cache
+        talk, cache, turn = dialogue.record.talk, dialogue.figures.cache, dialogue.turn
         if cache is None:
             self._app.hint("No model is loaded yet.")
             return
@@ -66,9 +78,21 @@ class Reports:
             found = [message.content for message in talk.messages if message.role == role]
             if found:
                 parts.append((f"{name} ({len(found)})", sum(map(tokens, found))))
-        if (around := dialogue.held - sum(held for _, held in parts)) > 0:
-            parts.append(("chat template", around))
-        parts.append(("free", max(cache.context - max(dialogue.held, 0), 0)))
+        said = sum(count for _, count in parts)
+        used = max(self._app.draft.known(whole) or 0, said)
+        if abs(used - cache.tokens) <= _SLACK:
+            used = max(cache.tokens, said)
+        if used > said:
+            parts.append(("chat template", used - said))
+        written = 0 if turn is None else turn.tokens
+        if written:
+            parts.append(("this answer so far", written))
+        used += written
+        if (over := cache.tokens - used) > _SLACK:
+            parts.append(("no longer said", over))
+        parts.append(("free", max(cache.context - max(cache.tokens, used), 0)))
+        if (unread := used - cache.tokens) > _SLACK and not written:
+            parts.append(("yet to be read", unread))
         largest = max((message.content for message in talk.messages), key=tokens, default="")
         pairs = [(name, f"{held:>9,} tokens  {held / cache.context:>6.1%}") for name, held in parts]
         if largest:
