@@ -380,3 +380,11 @@ def test_damaged_companions_are_named(tmp_path: Path, folder_of: FolderOf, name:
         (tmp_path / name).write_bytes(damage)
         with pytest.raises(ChatError, match=name):
             Tokenizer.from_folder(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path, folder_of: FolderOf) -> None:
+    for file in folder_of("chatml").iterdir():
+        mark = b"\xef\xbb\xbf" if file.name == "tokenizer_config.json" else b""
+        (tmp_path / file.name).write_bytes(mark + file.read_bytes())
+    marked, plain = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(folder_of("chatml"))
+    assert marked.fingerprint == plain.fingerprint

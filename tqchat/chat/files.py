@@ -9,12 +9,12 @@ from tqchat.chat.errors import ChatError
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a UTF-8 file, or None if there is no such file. Raises ChatError."""
+    """The text of a UTF-8 file without its byte order mark, or None if there is no such file. Raises ChatError."""
     try:
         # A pipe or a device would wait or act when it is opened.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ChatError(f"{path} is not a regular file, so it is not read.")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
