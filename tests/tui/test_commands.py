@@ -263,7 +263,7 @@ async def test_what_was_read_and_taken_back_is_told_apart(engine: FakeEngine) ->
         await screen.until(lambda: screen.prompt.text)
         screen.prompt.text = ""
         system = ("system prompt", 3)
-        await context_is(screen, system, ("no longer said", 697), ("free", 8192 - 700))
+        await context_is(screen, system, ("no longer used", 697), ("free", 8192 - 700))
 
 
 async def test_stats_are_those_of_one_answer(engine: FakeEngine) -> None:

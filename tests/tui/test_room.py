@@ -29,7 +29,7 @@ async def test_the_oldest_turns_are_dropped_if_the_person_says_so(engine: FakeEn
         await screen.send("much")
         engine.say_failed("It does not fit.", excess=150)
         await screen.shows(
-            "Drop the 2 oldest turns, “one”, “two”: about 202 tokens", "new conversation"
+            "Drop the 2 oldest turns, “one”, “two”: that frees 222 tokens", "new conversation"
         )
         await screen.pilot.press("escape")
         assert screen.prompt.text == "much"
@@ -131,25 +131,59 @@ async def test_when_an_answer_fills_the_context_the_newest_turns_are_kept_as_the
     engine: FakeEngine,
 ) -> None:
     """A summary needs room to be written, so it cannot read them all."""
+    long = 10_800
     async with chat(engine) as screen:
-        await talk(screen, *LONG[:2])
+        await talk(screen, ("one", "o" * long), ("two", "t" * long))
         await screen.send("three")
         engine.tokens = 8_190
-        engine.say_finished("t" * 4000, "context")
+        engine.say_finished("t" * long, "context")
         await screen.shows("The context is full", "Drop the oldest turn, “one”", "Have it summ")
         await screen.pilot.press("down", "enter")
         await screen.until(lambda: contents(screen)[-1][1].startswith("Summarise"))
         request = contents(screen)[-1][1]
         assert [text for _, text in contents(screen)[1:-1]] == [
             "one",
-            "o" * 4000,
+            "o" * long,
             "two",
-            "t" * 4000,
+            "t" * long,
         ]
         engine.say_finished("Numbers.")
-        begun = [request, "Numbers.", "three", "t" * 4000]
+        begun = [request, "Numbers.", "three", "t" * long]
         await screen.until(lambda: [text for _, text in on_disk()] == begun)
         await screen.shows("begins with a summary", "tttt")
+
+
+async def test_a_summary_is_offered_wherever_it_can_work(engine: FakeEngine) -> None:
+    """What the oldest turns take is counted as the engine counts it, the template included; what
+    cannot be read and summarised at once is dropped first."""
+    async with chat(engine) as screen:
+        await talk(screen, ("one", "1" * 24_000), ("two", "2" * 4_000))
+        await screen.send("much")
+        engine.say_failed("It does not fit.", excess=1_744)
+        await screen.shows("that frees 6,011 tokens", "Have it summarised")
+        await screen.pilot.press("escape")
+        await screen.command("/clear")
+        await talk(screen, ("one", "1" * 31_000), ("two", "2" * 1_000))
+        await screen.send("much")
+        engine.say_failed("It does not fit.", excess=18)
+        await screen.shows("Drop the oldest turn, “one”, and have what follows summarised")
+        await screen.pilot.press("down", "enter")
+        await screen.until(lambda: contents(screen)[-1][1].startswith("Summarise"))
+        assert [text for _, text in contents(screen)[1:-1]] == ["two", "2" * 1_000]
+
+
+async def test_why_no_summary_is_offered_is_said(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        await talk(screen, ("one", "1" * 31_500))
+        await screen.send("much")
+        engine.say_failed("It does not fit.", excess=18)
+        await screen.shows("that frees 7,886 tokens", "There is no room to have it summarised.")
+        await screen.pilot.press("escape")
+        await screen.command("/clear")
+        await talk(screen, ("one", "1" * 1_000))
+        await screen.send("much")
+        engine.say_failed("It does not fit.", excess=200)
+        await screen.shows("that frees 261 tokens", "A summary would not make enough room.")
 
 
 async def test_a_first_answer_that_fills_the_context_is_left_alone(engine: FakeEngine) -> None:

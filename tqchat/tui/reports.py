@@ -89,7 +89,7 @@ class Reports:
             parts.append(("this answer so far", written))
         used += written
         if (over := cache.tokens - used) > _SLACK:
-            parts.append(("no longer said", over))
+            parts.append(("no longer used", over))
         parts.append(("free", max(cache.context - max(cache.tokens, used), 0)))
         if (unread := used - cache.tokens) > _SLACK and not written:
             parts.append(("yet to be read", unread))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tqchat.chat.conversation import Message
+from tqchat.chat.conversation import Conversation, Message
 from tqchat.chat.sessions import title_of
 from tqchat.tui.entries import Notice, Question
 from tqchat.tui.screens.choice import Choice
@@ -25,12 +25,16 @@ _REQUEST = (
 )
 # More than it takes, with what the template puts around it.
 _REQUEST_TOKENS = 64
+_NEXT = Message("user", "x")
+
+_Turn = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    """Of the first `stop` messages, in at most so many tokens."""
+    """Of turns `start` to `stop`, in at most so many tokens; those before are dropped."""
 
+    start: int
     stop: int
     tokens: int
 
@@ -52,18 +56,28 @@ class Room:
     def offer(self, excess: int = 0) -> None:
         """The person chooses what goes, if anything: a message was `excess` tokens too long, or the
         answer has filled the context."""
-        messages, cache = self._dialogue.record.messages, self._app.dialogue.figures.cache
-        if not messages or cache is None:
+        if turns := self._turns():
+            wanted = [(_NEXT,), self._begun(), *map(_as_older, turns)]
+            self._app.draft.when_counted(wanted, partial(self._ask, turns, excess))
+
+    def _ask(self, turns: Sequence[_Turn], excess: int) -> None:
+        """Once the turns are counted, unless something else has happened since."""
+        cache = self._dialogue.figures.cache
+        if cache is None or self._dialogue.busy or turns != self._turns():
             return
         needed = excess or int(_ROOM * cache.context)
-        stop = self._oldest(needed)
-        freed = sum(self._tokens()[:stop])
+        tokens = self._tokens(turns)
+        sums = [sum(tokens[:n]) for n in range(len(turns) + 1)]
+        n_dropped = next((n for n, freed in enumerate(sums) if freed >= needed), 0)
+        summary, why_none = self._summary(sums, cache.context, needed)
         answers = [("clear", "Begin a new conversation")]
-        if summary := self._summary(cache.context, needed):
-            answers.insert(0, ("summary", "Have it summarised, and go on with the summary"))
-        if freed >= needed and (excess or stop < len(messages)):
-            turns = [message.content for message in messages[:stop] if message.role == "user"]
-            answers.insert(0, ("drop", f"Drop {_named(turns)}: about {freed:,} tokens"))
+        if summary is not None:
+            n = summary.start
+            first = f"Drop {_named(turns[:n])}, and have what follows" if n else "Have it"
+            answers.insert(0, ("summary", f"{first} summarised, and go on with the summary"))
+        if n_dropped and (excess or n_dropped < len(turns)):
+            freed = f"that frees {sums[n_dropped]:,} tokens"
+            answers.insert(0, ("drop", f"Drop {_named(turns[:n_dropped])}: {freed}"))
         if not excess and len(answers) == 1:
             # The end of the answer says so already.
             return
@@ -72,21 +86,32 @@ class Room:
             if excess
             else "The context is full: there is no room for more."
         )
-        self._app.push_screen(Choice(question, answers), partial(self._make, stop, freed, summary))
+        if n_dropped and summary is None:
+            question += f"\n{why_none}"
+        dropped = (n_dropped, sums[n_dropped])
+        way = partial(self._make, turns, dropped, summary)
+        self._app.push_screen(Choice(question, answers), way)
 
-    def _make(self, stop: int, freed: int, summary: "_Summary | None", way: str | None) -> None:
+    def _make(
+        self,
+        turns: Sequence[_Turn],
+        dropped: tuple[int, int],
+        summary: _Summary | None,
+        way: str | None,
+    ) -> None:
+        """`dropped`: how many turns may go, and the tokens that it frees."""
         prompt = self._app.prompt
         shown = prompt.text
         if way == "summary" and summary is not None:
-            dialogue = self._dialogue
-            before = dialogue.record.messages[: summary.stop]
-            kept = dialogue.record.messages[summary.stop :]
-            dialogue.ask_aside(before, _REQUEST, summary.tokens, partial(self._go_on, kept))
+            read = _messages(turns[summary.start : summary.stop])
+            go_on = partial(self._go_on, _messages(turns[summary.stop :]))
+            self._dialogue.ask_aside(read, _REQUEST, summary.tokens, go_on)
             return
         if way == "clear":
             self._dialogue.clear()
         elif way == "drop":
-            self._drop(stop, freed)
+            n, freed = dropped
+            self._drop(len(_messages(turns[:n])), freed)
         if way is not None:
             prompt.text = shown
             self._say_there_is_room()
@@ -106,33 +131,49 @@ class Room:
         self._app.conversation.show_end()
         self._say_there_is_room()
 
-    def _tokens(self) -> list[int]:
-        """Of each message, so that they add up to what the engine holds."""
-        guesses = [self._app.draft.guess(one.content) for one in self._dialogue.record.messages]
-        scale = max(self._dialogue.held / max(sum(guesses), 1), 1.0)
-        return [int(guess * scale) for guess in guesses]
+    def _turns(self) -> list[_Turn]:
+        """The conversation, cut before each question."""
+        turns: list[_Turn] = []
+        for message in self._dialogue.record.messages:
+            if message.role == "user" or not turns:
+                turns.append((message,))
+            else:
+                turns[-1] += (message,)
+        return turns
 
-    def _oldest(self, needed: int) -> int:
-        """How many of the oldest messages go to free so many tokens; whole turns."""
-        messages, tokens, stop = self._dialogue.record.messages, self._tokens(), 0
-        while stop < len(messages) and (
-            sum(tokens[:stop]) < needed or messages[stop].role != "user"
-        ):
-            stop += 1
-        return stop
+    def _begun(self) -> _Turn:
+        """What any conversation begins with here, and a message as short as can be."""
+        return tuple(Conversation(self._dialogue.record.talk.system, [_NEXT]).prompt())
 
-    def _summary(self, context: int, needed: int) -> "_Summary | None":
-        """Of as many turns as leave room to write it; None if that would not help."""
-        messages, tokens = self._dialogue.record.messages, self._tokens()
+    def _count(self, messages: _Turn) -> int:
+        draft = self._app.draft
+        known = draft.known(messages)
+        return sum(draft.guess(one.content) for one in messages) if known is None else known
+
+    def _tokens(self, turns: Sequence[_Turn]) -> list[int]:
+        """What each turn takes of a conversation that has gone on, with the template's part."""
+        around = self._count((_NEXT,))
+        return [max(self._count(_as_older(turn)) - around, 0) for turn in turns]
+
+    def _summary(
+        self, sums: Sequence[int], context: int, needed: int
+    ) -> tuple[_Summary | None, str]:
+        """Of as many turns as leave room to write it, the oldest ones if that can be; or why not.
+
+        `sums`: the tokens of the first turns, none to all.
+        """
         most = min(_LONGEST_SUMMARY, context // 8)
-        stop = len(messages)
-        while stop and (
-            sum(tokens[:stop]) + most + _REQUEST_TOKENS > context
-            or (stop < len(messages) and messages[stop].role != "user")
-        ):
-            stop -= 1
-        helps = stop > 0 and sum(tokens[:stop]) - most - _REQUEST_TOKENS >= needed
-        return _Summary(stop, most) if helps else None
+        begun, takes, last = self._count(self._begun()), most + _REQUEST_TOKENS, len(sums) - 1
+        why_none = "There is no room to have it summarised."
+        for start in range(last):
+            for stop in range(last, start, -1):
+                if begun + sums[stop] - sums[start] + takes > context:
+                    continue
+                if sums[stop] - takes >= needed:
+                    return _Summary(start, stop, most), ""
+                why_none = "A summary would not make enough room."
+                break
+        return None, why_none
 
     def _drop(self, stop: int, freed: int) -> None:
         """The oldest messages, `stop` of them, go from the conversation and the screen."""
@@ -145,13 +186,22 @@ class Room:
         for entry in entries[:first]:
             conversation.remove_entry(entry)
         dialogue.held = max(dialogue.held - freed, 0)
-        text = f"What came before was dropped, about {freed:,} tokens: the model no longer sees it."
+        text = f"What came before was dropped, {freed:,} tokens: the model no longer sees it."
         conversation.insert(0, Notice(text))
 
 
-def _named(turns: Sequence[str]) -> str:
+def _as_older(turn: _Turn) -> _Turn:
+    """As it stands before the next message; one without an answer becomes part of that."""
+    return (*turn, _NEXT) if turn[-1].role == "assistant" else turn
+
+
+def _messages(turns: Sequence[_Turn]) -> list[Message]:
+    return [message for turn in turns for message in turn]
+
+
+def _named(turns: Sequence[_Turn]) -> str:
     """How many turns go, and how each begins."""
     what = "the oldest turn" if len(turns) == 1 else f"the {len(turns)} oldest turns"
-    shown = [f"“{title_of(text)}”" for text in turns[:_MOST_NAMED]]
+    shown = [f"“{title_of(turn[0].content)}”" for turn in turns[:_MOST_NAMED]]
     more = ["…"] if len(turns) > _MOST_NAMED else []
     return f"{what}, {', '.join([*shown, *more])}"
