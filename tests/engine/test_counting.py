@@ -4,8 +4,11 @@ from pathlib import Path
 
 from tests.folders import write_tiny
 from tqchat.chat.conversation import Message
+from tqchat.chat.template import ChatTemplate
+from tqchat.engine.counting import Counting
 from tqchat.engine.engine import Engine
-from tqchat.engine.events import Counted, Finished, Loaded, Sampling
+from tqchat.engine.events import Counted, EngineOptions, Finished, Loaded, Sampling
+from tqchat.engine.loading import load_path
 
 
 def test_texts_are_counted_while_an_answer_is_written(tmp_path: Path) -> None:
@@ -31,3 +34,16 @@ def test_texts_are_counted_while_an_answer_is_written(tmp_path: Path) -> None:
             counted[event.number] = event.tokens
     engine.close()
     assert counted == numbers
+
+
+def test_messages_that_the_template_refuses_are_counted_without_it(tmp_path: Path) -> None:
+    told = []
+    counting = Counting(lambda number, tokens: told.append((number, tokens)))
+    loaded = load_path(write_tiny(tmp_path / "tiny"), "tiny", EngineOptions())
+    refusing = ChatTemplate("{{ raise_exception('no') }}")
+    counting.use(loaded.tokenizer, refusing)
+    number = counting.count([Message("user", "Hello"), Message("user", "you")])
+    counting.close()
+    assert counting._thread is not None
+    counting._thread.join(60)
+    assert told == [(number, 8)]

@@ -244,10 +244,10 @@ async def test_context_agrees_with_the_panel_around_a_running_answer(engine: Fak
     async with chat(engine, size=(120, 60)) as screen:
         said = [("system prompt", 3), ("your messages (1)", 1000), ("chat template", 10)]
         await screen.send("q" * 4000)
-        await context_is(screen, *said, ("free", 8192 - 1013), ("yet to be read", 1013))
+        await context_is(screen, *said, ("free", 8192 - 1013), ("of it not read yet", 1013))
         engine.say_stats(500)
         await screen.shows("500 of 8,192")
-        await context_is(screen, *said, ("free", 8192 - 1013), ("yet to be read", 513))
+        await context_is(screen, *said, ("free", 8192 - 1013), ("of it not read yet", 513))
         for _ in range(50):
             engine.say("word ")
         engine.say_stats(1062)

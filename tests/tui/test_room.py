@@ -109,9 +109,10 @@ async def test_a_summary_that_is_stopped_or_fails_changes_nothing(engine: FakeEn
     async with chat(engine) as screen:
         await talk(screen, *LONG)
         whole = on_disk()
-        for ends in (
-            lambda: engine.say_finished("They", "stopped"),
-            lambda: engine.say_failed("Out of memory.", 0),
+        for ends, said in (
+            (lambda: engine.say_finished("They", "stopped"), "Not finished"),
+            (lambda: engine.say_finished("They They", "repetition"), "only repeated itself"),
+            (lambda: engine.say_failed("Out of memory.", 0), "Out of memory"),
         ):
             await until_summarising(screen)
             engine.say("They")
@@ -119,7 +120,7 @@ async def test_a_summary_that_is_stopped_or_fails_changes_nothing(engine: FakeEn
             await screen.pilot.press("escape")
             assert engine.stops
             ends()
-            await screen.until(lambda: not screen.app.busy)
+            await screen.shows(said, "ready")
             assert screen.prompt.text == "much"
             await screen.until(lambda: "Summarise" not in screen.screen_text)
             assert len(sessions.summaries()) == 1

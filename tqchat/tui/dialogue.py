@@ -362,7 +362,8 @@ class Dialogue:
             if reason in ("stop", "length") and text.strip():
                 turn.then(text)
             else:
-                self._app.hint("Not finished: the conversation is as it was.")
+                why = "It only repeated itself" if reason == "repetition" else "Not finished"
+                self._app.hint(f"{why}: the conversation is as it was.")
         elif reason == "stopped" and not text and not turn.before:
             self._take_back(turn)
         else:

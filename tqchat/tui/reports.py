@@ -92,7 +92,7 @@ class Reports:
             parts.append(("no longer used", over))
         parts.append(("free", max(cache.context - max(cache.tokens, used), 0)))
         if (unread := used - cache.tokens) > _SLACK and not written:
-            parts.append(("yet to be read", unread))
+            parts.append(("of it not read yet", unread))
         largest = max((message.content for message in talk.messages), key=tokens, default="")
         pairs = [(name, f"{held:>9,} tokens  {held / cache.context:>6.1%}") for name, held in parts]
         if largest:
