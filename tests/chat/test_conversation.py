@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tqchat.chat.conversation import Conversation, Message
+from tqchat.chat.conversation import Conversation, Message, Span
 from tqchat.chat.errors import ChatError
 
 
@@ -49,3 +49,27 @@ def test_json_brings_it_back(system: str, turns: list[tuple[Any, str]]) -> None:
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(ChatError, match="not a conversation"):
         Conversation.from_json(value)
+
+
+@pytest.mark.parametrize(
+    "attached",
+    [
+        None, 3, ["a"], [["a", 0]], [["", 0, 1]], [[1, 0, 1]], [["a", -1, 1]], [["a", 2, 2]],
+        [["a", 0, 6]], [["a", 2, 4], ["b", 3, 5]], [["a", 0, 1.5]],
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_text_is_not_attached(attached: Any) -> None:
+    value = {"system": "", "messages": [{"role": "user", "content": "01234", "attached": attached}]}
+    (message,) = Conversation.from_json(value).messages
+    assert message.attached == ()
+    assert message.typed == "01234"
+
+
+def test_what_was_attached_comes_back() -> None:
+    spans = (Span("a.md", 1, 3), Span("b", 3, 4))
+    talk = Conversation(
+        messages=[Message("user", "01234", spans), Message("assistant", "x", (), "length")]
+    )
+    again = Conversation.from_json(json.loads(json.dumps(talk.to_json())))
+    assert [(m.attached, m.ended) for m in again.messages] == [(spans, ""), ((), "length")]
+    assert again.messages[0].typed == "04"

@@ -305,8 +305,10 @@ async def test_context_says_what_fills_it(engine: FakeEngine) -> None:
 @pytest.mark.parametrize("typed", ["/view", "/edit-token"])
 async def test_without_a_token_that_is_said(engine: FakeEngine, typed: str) -> None:
     async with chat(engine) as screen:
+        screen.prompt.attach("a.md", "long gone")
+        screen.prompt.text = ""
         await screen.command(typed)
-        await screen.shows("There is no token in the prompt")
+        await screen.shows("There is no token here")
 
 
 # Models

@@ -15,6 +15,7 @@ from tqchat import cli, paths
 from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
+from tqchat.engine.events import FinishReason
 from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
 
@@ -130,6 +131,62 @@ async def test_a_conversation_is_shown_as_it_was_left(engine: FakeEngine) -> Non
             ("user", "more"),
         ]
         assert len(engine.folders) == 1
+
+
+async def test_what_was_attached_is_shown_as_it_was_sent(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        screen.prompt.attach("a.md", LONG)
+        screen.prompt.insert("Which, and ")
+        screen.prompt.insert(screen.prompt.fold(f"{LONG}2"))
+        screen.prompt.insert("?")
+        await screen.settle()
+        shown = screen.prompt.text
+        assert shown.startswith("[a.md: ")
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turn == 1)
+        text = contents(engine)[-1][1]
+        engine.say_finished("That.")
+        await screen.until(lambda: not screen.app.busy)
+        session = screen.app.dialogue.record.session
+        assert session is not None
+        assert session.title == "Which, and ?"
+    async with chat(engine, session=Session.open(session.id)) as screen:
+        await screen.shows("[a.md: ", "KB] Which, and [pasted 1: ", "]?", "That.")
+        # New pastes are none of those.
+        assert screen.prompt.fold("x" * 3000).startswith("[pasted 2: ")
+        await screen.command("/edit")
+        await screen.pilot.press("end", "!", "enter")
+        await screen.until(lambda: engine.turn == 2)
+        assert contents(engine)[1:] == [("user", text + "!")]
+
+
+async def test_a_document_without_a_question_gives_its_name_to_the_conversation(
+    engine: FakeEngine,
+) -> None:
+    async with chat(engine) as screen:
+        screen.prompt.attach("a.md", LONG)
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turn == 1)
+        assert sessions.summaries()[0].title == "a.md"
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("length", "cut at max_tokens: /continue"), ("repetition", "only repeated"), ("stop", None)],
+)
+async def test_why_an_answer_ended_is_shown_again(
+    engine: FakeEngine, reason: FinishReason, said: str | None
+) -> None:
+    async with chat(engine) as screen:
+        await screen.send("Where?")
+        engine.say("There")
+        engine.say_finished("There", reason)
+        await screen.until(lambda: not screen.app.busy)
+        session = screen.app.dialogue.record.session
+        assert session is not None
+    async with chat(engine, session=Session.open(session.id)) as screen:
+        await screen.shows("There", *([said] if said else []))
+        assert ("/continue" in screen.screen_text) is (said is not None)
 
 
 @pytest.mark.parametrize(("answer", "said"), [("", "Not answered yet"), ("Half", "not finished")])

@@ -14,12 +14,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from tqchat import paths
-from tqchat.chat.conversation import Conversation, Message
+from tqchat.chat.conversation import (
+    Conversation,
+    Message,
+    Span,
+    spans_from_json,
+    spans_to_json,
+)
 from tqchat.chat.errors import ChatError
 from tqchat.chat.marks import with_opening, without_thought
 
@@ -78,12 +84,15 @@ class Transcript:
             case {"type": "title", "text": str(text)}:
                 self.title = title_of(text)
             case {"type": "user", "text": str(text)}:
-                self.conversation.add("user", text)
+                spans = spans_from_json(event.get("attached"), text)
+                self.conversation.add("user", text, spans)
             case {"type": "partial", "text": str(text)}:
                 self.partial.append(text)
             case {"type": "answer", "text": str(text)}:
                 self.partial.clear()
-                self.conversation.add("assistant", text)
+                ended = event.get("ended")
+                ended = ended if isinstance(ended, str) else ""
+                self.conversation.add("assistant", text, ended=ended)
             case {"type": "replace", "start": int(start), "stop": int(stop), "messages": messages}:
                 given = {"system": "", "messages": messages}
                 self.conversation.messages[start:stop] = Conversation.from_json(given).messages
@@ -97,7 +106,7 @@ class Transcript:
     @property
     def shown_title(self) -> str:
         messages = self.conversation.messages
-        return self.title or (title_of(messages[0].content) if messages else "")
+        return self.title or (subject(messages[0]) if messages else "")
 
     def to_json(self, session_id: str | None) -> str:
         """`session_id`: the one that it is saved under."""
@@ -143,7 +152,7 @@ class Transcript:
         messages = transcript.conversation.messages
         for place, message in enumerate(messages):
             if message.role == "assistant":
-                messages[place] = Message("assistant", with_opening(message.content))
+                messages[place] = replace(message, content=with_opening(message.content))
         return transcript
 
 
@@ -237,9 +246,12 @@ class Session:
         messages = self.conversation.messages
         return bool(messages) and messages[-1].role == "user"
 
-    def add_user(self, text: str) -> None:
+    def add_user(self, text: str, attached: tuple[Span, ...] = ()) -> None:
         """The user's turn, on the disk when this returns."""
-        self._append({"type": "user", "text": text})
+        event: dict[str, Any] = {"type": "user", "text": text}
+        if attached:
+            event["attached"] = spans_to_json(attached)
+        self._append(event)
         if len(self.conversation.messages) == 1:
             self._show_title()
 
@@ -250,10 +262,13 @@ class Session:
             with contextlib.suppress(ChatError):
                 self._flush()
 
-    def finish(self, text: str) -> None:
-        """The whole answer."""
+    def finish(self, text: str, ended: str = "") -> None:
+        """The whole answer; `ended`: why, if not by itself."""
         self._unwritten.clear()
-        self._append({"type": "answer", "text": text})
+        event = {"type": "answer", "text": text}
+        if ended:
+            event["ended"] = ended
+        self._append(event)
         self.unfinished = False
 
     def replace(
@@ -377,6 +392,15 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def subject(message: Message) -> str:
+    """What a message is called: by what was typed, or else by the document."""
+    if typed := title_of(message.typed):
+        return typed
+    name = message.attached[0].name if message.attached else ""
+    is_file = name and message.content.startswith(f"{name}:")
+    return title_of(name if is_file else message.content)
 
 
 def title_of(text: str) -> str:

@@ -388,7 +388,7 @@ class ChatApp(App[int]):
             self.prompt.put_back(event.shown)
             self.hint("No model is loaded. /retry tries again, /quit leaves.")
         else:
-            self.dialogue.send(event.text, event.shown)
+            self.dialogue.send(event.text, event.shown, event.attached)
 
     def on_prompt_search(self) -> None:
         from tqchat.tui.screens.history import HistoryPicker

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tqchat.chat.conversation import Message, Span
 from tqchat.tui.text import clean_line
 from tqchat.units import file_size_text
 
@@ -36,12 +37,10 @@ class Attachments:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    @property
-    def newest(self) -> Attached | None:
-        return next(reversed(self._found.values()), None)
-
     def paste(self, text: str) -> Attached:
         self._pasted += 1
+        while f"pasted {self._pasted}" in self._found:
+            self._pasted += 1
         return self._add(f"pasted {self._pasted}", text)
 
     def file(self, name: str, text: str) -> Attached:
@@ -65,6 +64,31 @@ class Attachments:
             for match in TOKEN.finditer(line)
             if match[1] in self._found
         ]
+
+    def places(self, shown: str) -> tuple[Span, ...]:
+        """Where what tokens stand for lies in the expanded text."""
+        places, grown = [], 0
+        for start, stop, one in self.spans(shown):
+            places.append(Span(one.name, start + grown, start + grown + len(one.text)))
+            grown += len(one.text) - (stop - start)
+        return tuple(place for place in places if place.start < place.stop)
+
+    def folded(self, message: Message) -> str:
+        """The message as it was shown, its tokens standing for their texts again."""
+        parts, end = [], 0
+        for span in message.attached:
+            text = message.content[span.start : span.stop]
+            parts += [message.content[end : span.start], self._again(span.name, text).label]
+            end = span.stop
+        return "".join([*parts, message.content[end:]])
+
+    def _again(self, name: str, text: str) -> Attached:
+        name = re.sub(r"[\[\]:]", "_", clean_line(name))[-_LONGEST_NAME:] or "file"
+        unique, number = name, 1
+        while unique in self._found and self._found[unique].text != text:
+            number += 1
+            unique = f"{name} {number}"
+        return self._add(unique, text)
 
     def inside(self, shown: str) -> list[Attached]:
         """What the tokens of a text stand for, each once."""

@@ -16,7 +16,7 @@ from tqchat.tui.text import clean_line, clean_paste
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
 
-_NO_TOKEN = "There is no token in the prompt: paste a long text, or /file PATH."
+_NO_TOKEN = "There is no token here: in a prompt that has one, F3 reads it and F4 edits it."
 
 
 class Attaching:

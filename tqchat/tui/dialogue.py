@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tqchat.chat.conversation import Conversation, Message
+from tqchat.chat.conversation import Conversation, Message, Span
 from tqchat.chat.sessions import Session
 from tqchat.engine.events import (
     Counted,
@@ -74,6 +74,7 @@ class _Waiting:
     question: Question
     text: str
     shown: str
+    attached: tuple[Span, ...]
 
 
 class Dialogue:
@@ -239,13 +240,13 @@ class Dialogue:
 
     # A turn
 
-    def send(self, text: str, shown: str) -> None:
+    def send(self, text: str, shown: str, attached: tuple[Span, ...] = ()) -> None:
         """Asks `text`, after what waits already, or in the place of the message that is edited."""
         if self.editing is not None:
             self._forget_from(self.editing)
             self.end_editing()
         question = Question(shown)
-        self._waiting.append(_Waiting(question, text, shown))
+        self._waiting.append(_Waiting(question, text, shown, attached))
         if self.busy:
             question.waiting("waits for the model" if self.loading else "waits for the answer")
         self._app.conversation.append(question)
@@ -261,7 +262,7 @@ class Dialogue:
         waiting.question.waiting("")
         self._app.conversation.update_entry(waiting.question)
         assert self.figures.model is not None
-        if folder := self.record.ask(waiting.text, self.figures.model.name):
+        if folder := self.record.ask(waiting.text, self.figures.model.name, waiting.attached):
             engine.take_up(folder)
         self._begin(Turn(self._generate(engine), waiting.question, waiting.text, waiting.shown))
 
@@ -291,7 +292,7 @@ class Dialogue:
         assert model is not None
         self.leave()
         first, *rest = messages
-        if folder := self.record.ask(first.content, model.name):
+        if folder := self.record.ask(first.content, model.name, first.attached):
             engine.take_up(folder)
         else:
             engine.clear()
@@ -367,7 +368,7 @@ class Dialogue:
         elif reason == "stopped" and not text and not turn.before:
             self._take_back(turn)
         else:
-            self.record.finish(text)
+            self.record.finish(text, "" if reason == "stop" else reason)
             if (cache := self.figures.cache) is not None:
                 # Of an answer that was cut the last token is not in the cache yet.
                 self.held = cache.tokens + (reason != "stop" and turn.tokens > 0)
@@ -469,12 +470,15 @@ class Dialogue:
         messages, conversation = self.record.messages, self._app.conversation
         for number, message in enumerate(messages):
             if message.role == "user":
-                conversation.append(Question(self._app.prompt.fold(message.content)))
+                prompt = self._app.prompt
+                folded = prompt.attachments.folded(message)
+                conversation.append(Question(folded if message.attached else prompt.fold(folded)))
                 continue
             answer = Answer()
             answer.feed(message.content)
             cut = session is not None and session.unfinished and number == len(messages) - 1
-            answer.finish("not finished: /retry answers again" if cut else "", "$warning")
+            why = "not finished: /retry answers again" if cut else _ending(message.ended)
+            answer.finish(why, "$warning")
             conversation.append(answer)
         if self.record.unanswered:
             conversation.append(Notice("Not answered yet: /retry asks again."))
@@ -510,9 +514,9 @@ class Dialogue:
         for entry in conversation.entries[conversation.entries.index(question) + 1 :]:
             conversation.remove_entry(entry)
         start = self._last_asked
-        text = self.record.messages[start].content
+        asked = self.record.messages[start]
         self.record.replace(start)
-        self._waiting.append(_Waiting(question, text, question.text))
+        self._waiting.append(_Waiting(question, asked.content, question.text, asked.attached))
         self._next()
 
     @property
@@ -589,3 +593,8 @@ class Dialogue:
             self.loading = Progress("Starting")
             engine.load(name)
             self._app.wake()
+
+
+def _ending(ended: str) -> str:
+    """Why a saved answer ended; nothing for what this program does not know."""
+    return next((text for reason, text in _ENDINGS.items() if reason == ended), "")

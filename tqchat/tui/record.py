@@ -1,11 +1,11 @@
 """The conversation, written to a session on disk as it happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import time
 
-from tqchat.chat.conversation import Conversation, Message
+from tqchat.chat.conversation import Conversation, Message, Span
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
 
@@ -43,7 +43,7 @@ class Record:
             return self.session.transcript
         return Transcript(time(), model, conversation=self.talk)
 
-    def ask(self, text: str, model: str) -> Path | None:
+    def ask(self, text: str, model: str, attached: tuple[Span, ...] = ()) -> Path | None:
         """The person's turn, on the disk when this returns.
 
         A question that was left without an answer is asked again, with this one. Returns the folder
@@ -51,8 +51,8 @@ class Record:
         """
         self._start = len(self.messages) - self.unanswered
         self._before = self.messages[self._start :]
-        text = "\n\n".join([*(message.content for message in self._before), text])
-        self.talk.messages[self._start :] = [Message("user", text)]
+        asked = _joined([*self._before, Message("user", text, attached)])
+        self.talk.messages[self._start :] = [asked]
         begins = self._saving and self.session is None
         with self._or_unsaved():
             if begins:
@@ -61,7 +61,7 @@ class Record:
                 self.session.use_model(model)
                 if self._before or self._taken_back:
                     self.session.replace(self._start)
-                self.session.add_user(text)
+                self.session.add_user(asked.content, asked.attached)
         self._taken_back = False
         return self.session.cache_folder if begins and self.session is not None else None
 
@@ -69,11 +69,11 @@ class Record:
         if self.session is not None:
             self.session.stream(text)
 
-    def finish(self, text: str) -> None:
-        self.talk.add("assistant", text)
+    def finish(self, text: str, ended: str = "") -> None:
+        self.talk.add("assistant", text, ended=ended)
         with self._or_unsaved():
             if self.session is not None:
-                self.session.finish(text)
+                self.session.finish(text, ended)
 
     def take_back(self) -> None:
         """The last question goes. On the disk it stays until the next one: it might be the last
@@ -151,3 +151,15 @@ class Record:
             self.session = None
             self._saving = False
             self._notice(f"{error} This conversation goes on without being saved.")
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    """Several questions as one."""
+    text, spans = "", list[Span]()
+    for message in messages:
+        text += "\n\n" if text else ""
+        spans += [
+            Span(one.name, one.start + len(text), one.stop + len(text)) for one in message.attached
+        ]
+        text += message.content
+    return Message("user", text, tuple(spans))

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tqchat.chat.conversation import Conversation, Message
-from tqchat.chat.sessions import title_of
+from tqchat.chat.sessions import subject
 from tqchat.tui.entries import Notice, Question
 from tqchat.tui.screens.choice import Choice
 
@@ -114,6 +114,7 @@ class Room:
             self._drop(len(_messages(turns[:n])), freed)
         if way is not None:
             prompt.text = shown
+            prompt.move_cursor(prompt.document.end)
             self._say_there_is_room()
 
     def _say_there_is_room(self) -> None:
@@ -202,6 +203,6 @@ def _messages(turns: Sequence[_Turn]) -> list[Message]:
 def _named(turns: Sequence[_Turn]) -> str:
     """How many turns go, and how each begins."""
     what = "the oldest turn" if len(turns) == 1 else f"the {len(turns)} oldest turns"
-    shown = [f"“{title_of(turn[0].content)}”" for turn in turns[:_MOST_NAMED]]
+    shown = [f"“{subject(turn[0])}”" for turn in turns[:_MOST_NAMED]]
     more = ["…"] if len(turns) > _MOST_NAMED else []
     return f"{what}, {', '.join([*shown, *more])}"

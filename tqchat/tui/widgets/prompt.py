@@ -17,6 +17,7 @@ from textual.document._edit import Edit
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
+from tqchat.chat.conversation import Span
 from tqchat.tui.attached import Attached, Attachments
 from tqchat.tui.commands import Completion, completions
 from tqchat.tui.history import History
@@ -49,10 +50,12 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """`text` is what the model gets, `shown` the same with its tokens."""
+        """`text` is what the model gets, `shown` the same with its tokens, `attached` where what
+        they stand for lies in `text`."""
 
         text: str
         shown: str
+        attached: tuple[Span, ...] = ()
 
     @dataclass
     class FileChosen(Message):
@@ -103,12 +106,12 @@ class Prompt(TextArea):
                     self.replace(one.label, (row, start), (row, end))
 
     def token_here(self) -> Attached | None:
-        """What the token at the cursor stands for, or else the last one attached."""
+        """What the token at the cursor stands for, or else the last one in the prompt."""
         row, column = self.cursor_location
         for start, end, one in self._tokens(row):
             if start <= column <= end:
                 return one
-        return self.attachments.newest
+        return next(reversed(self.attachments.inside(self.text)), None)
 
     def put_back(self, shown: str) -> None:
         """Returns a message to the box, before whatever is in it."""
@@ -159,7 +162,7 @@ class Prompt(TextArea):
         self._recalled = None
         self.text = ""
         self.history.clear()
-        self.post_message(self.Sent(self.full_text(shown), shown))
+        self.post_message(self.Sent(self.full_text(shown), shown, self.attachments.places(shown)))
 
     def _new_line(self) -> None:
         self._replace_via_keyboard("\n", *self.selection)
