@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqchat import paths, settings
 from tqchat.engine.events import EngineOptions, Sampling
-from tqchat.settings import Check, Settings, SettingsError, Switch
+from tqchat.settings import Check, Settings, SettingsError, Switch, sampling
 
 if TYPE_CHECKING:
     from tqchat.chat.sessions import Session
@@ -124,6 +124,8 @@ def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
     try:
         with _session(options) or nullcontext() as session:
             chosen = _as_it_was(options, chosen, session)
+            if session is not None:
+                chosen = replace(chosen, **sampling(session.conversation.sampling))
             return answer(
                 model=chosen.model,
                 message=with_documents(question, documents),
@@ -177,8 +179,11 @@ def _as_it_was(
     """What a conversation was held with comes before the file, after the command line."""
     if session is None:
         return chosen
+    said, own = vars(options), session.conversation.sampling
+    if own.keys() & said.keys():
+        session.set_sampling({name: own[name] for name in own if name not in said})
     held = {"system": session.conversation.system, "model": session.model or chosen.model}
-    return Settings.of(vars(options), held, asdict(chosen))
+    return Settings.of(said, held, asdict(chosen))
 
 
 def _session(options: argparse.Namespace) -> "Session | None":

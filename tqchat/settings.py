@@ -4,6 +4,7 @@ The same table makes the options of the command line and what `/set` understands
 looked for on the command line, then in the file, then here.
 """
 
+import contextlib
 import difflib
 import re
 import stat
@@ -192,6 +193,15 @@ CHANGEABLE = [
     *(name for name, one in TABLE.items() if one.metadata["group"] == "sampling"),
     "max_tokens",
 ]
+
+
+def sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a conversation's saved settings that are sound."""
+    sound = {}
+    for name in CHANGEABLE:
+        with contextlib.suppress(KeyError, ValueError):
+            sound[name] = TABLE[name].metadata["check"].check(values[name])
+    return sound
 
 
 def option(name: str) -> str:

@@ -214,7 +214,7 @@ async def test_set_shows_and_sets_and_puts_back(engine: FakeEngine) -> None:
         ("/set temperature hot", "not a number from 0 to 100"),
         ("/set top_p 1.5", "from 0 to 1"),
         ("/set colour blue", "There is no colour"),
-        ("/set seed", "A value is missing"),
+        ("/set seed", "seed is as the model suggests now. /set seed VALUE: repeat"),
         ("/set kv fp16", "There is no kv"),
     ],
 )

@@ -15,7 +15,7 @@ from tqchat import cli, paths
 from tqchat.chat import sessions
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
-from tqchat.engine.events import FinishReason
+from tqchat.engine.events import FinishReason, Sampling
 from tqchat.settings import Settings
 from tqchat.tui.app import ChatApp
 
@@ -187,6 +187,41 @@ async def test_why_an_answer_ended_is_shown_again(
     async with chat(engine, session=Session.open(session.id)) as screen:
         await screen.shows("There", *([said] if said else []))
         assert ("/continue" in screen.screen_text) is (said is not None)
+
+
+async def test_sampling_belongs_to_its_conversation_and_is_saved_with_it(
+    engine: FakeEngine,
+) -> None:
+    other = saved(("Where?", "There."))
+    other.close()
+    async with chat(engine) as screen:
+        await screen.command("/set top_k 5")
+        await screen.exchange("one", "1")
+        await screen.command("/set temperature 9")
+        await screen.exchange("two", "2")
+        assert engine.samplings[-1] == Sampling(temperature=9, top_k=5)
+        session = screen.app.dialogue.record.session
+        assert session is not None
+        screen.app.keeping.go_on(other.id)
+        await screen.until(lambda: not screen.app.busy)
+        await screen.send("three")
+        assert engine.samplings[-1] == Sampling()
+    async with chat(engine, session=Session.open(session.id)) as screen:
+        await screen.exchange("four", "4")
+        assert engine.samplings[-1] == Sampling(temperature=9, top_k=5)
+        await screen.command("/reset")
+        await screen.exchange("five", "5")
+        assert engine.samplings[-1] == Sampling()
+    with Session.open(session.id) as session:
+        assert session.conversation.sampling == {"temperature": 9, "top_k": 5}
+        # The command line comes first.
+        options = argparse.Namespace(temperature=1.0)
+        cli._as_it_was(options, Settings(temperature=1.0), session)
+        assert session.conversation.sampling == {"top_k": 5}
+        session.set_sampling({"top_k": "many", "min_p": 0.5, "kv": "fp16"})
+    async with chat(engine, session=Session.open(session.id)) as screen:
+        await screen.exchange("six", "6")
+        assert engine.samplings[-1] == Sampling(min_p=0.5)
 
 
 @pytest.mark.parametrize(("answer", "said"), [("", "Not answered yet"), ("Half", "not finished")])

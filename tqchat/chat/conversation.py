@@ -64,10 +64,12 @@ def spans_from_json(value: Any, text: str) -> tuple[Span, ...]:
 
 @dataclass(slots=True)
 class Conversation:
-    """A system prompt ("" for none) and the turns after it, none of which is a system message."""
+    """A system prompt ("" for none) and the turns after it, none of which is a system message.
+    `sampling`: settings that were chosen for this conversation alone, by name."""
 
     system: str = ""
     messages: list[Message] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def prompt(self) -> list[Message]:
         """What the model reads: the system prompt, if there is one, and the turns."""

@@ -79,6 +79,8 @@ class Transcript:
                 self.created = created
             case {"type": "system", "text": str(text)}:
                 self.conversation.system = text
+            case {"type": "sampling", "values": dict(values)}:
+                self.conversation.sampling = values
             case {"type": "model", "name": str(name)}:
                 self.model = name
             case {"type": "title", "text": str(text)}:
@@ -291,6 +293,10 @@ class Session:
 
     def set_system(self, text: str) -> None:
         self._append({"type": "system", "text": text})
+
+    def set_sampling(self, values: dict[str, Any]) -> None:
+        """All that this conversation is sampled with, where that is its own."""
+        self._append({"type": "sampling", "values": values})
 
     def rename(self, title: str) -> None:
         self._append({"type": "title", "text": title_of(title)})

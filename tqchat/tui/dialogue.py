@@ -26,7 +26,7 @@ from tqchat.engine.events import (
     Token,
     Usage,
 )
-from tqchat.settings import Settings
+from tqchat.settings import Settings, sampling
 from tqchat.tui import welcome
 from tqchat.tui.engine import ChatEngine
 from tqchat.tui.entries import Answer, Entry, Fault, Notice, Question
@@ -84,7 +84,6 @@ class Dialogue:
     def __init__(self, app: "ChatApp", settings: Settings, session: Session | None) -> None:
         self._app = app
         self.given = settings
-        self.settings = settings
         self.record = Record(settings.system, self._not_saved)
         if session is not None:
             self.record.go_on(session, settings.system)
@@ -102,9 +101,17 @@ class Dialogue:
 
     def hold_with(self, settings: Settings) -> None:
         """What the conversation is held with from now on."""
-        self.given = self.settings = settings
+        self.given = settings
+        if (session := self.record.session) is not None:
+            # What the command line says took the place of some.
+            self.record.talk.sampling = sampling(session.conversation.sampling)
         if settings.system not in (None, self.record.talk.system):
             self.record.set_system(settings.system or "")
+
+    @property
+    def settings(self) -> Settings:
+        """Those in force, with what was chosen for this conversation."""
+        return replace(self.given, **self.record.talk.sampling)
 
     @property
     def engine(self) -> ChatEngine | None:
@@ -489,7 +496,7 @@ class Dialogue:
 
     def reset(self) -> None:
         """As `clear`; system prompt and sampling are put back."""
-        self.settings = self.given
+        self.record.talk.sampling = {}
         self.record.talk.system = self.given.system or ""
         self.clear()
         self._app.conversation.append(Notice("System prompt and sampling are as at the start."))

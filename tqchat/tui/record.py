@@ -4,10 +4,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import time
+from typing import Any
 
 from tqchat.chat.conversation import Conversation, Message, Span
 from tqchat.chat.errors import ChatError
 from tqchat.chat.sessions import Session, Transcript
+from tqchat.settings import sampling
 
 
 class Record:
@@ -58,6 +60,8 @@ class Record:
             if begins:
                 self.session = Session.create(model, self.talk.system)
             if self.session is not None:
+                if begins and self.talk.sampling:
+                    self.session.set_sampling(self.talk.sampling)
                 self.session.use_model(model)
                 if self._before or self._taken_back:
                     self.session.replace(self._start)
@@ -97,6 +101,12 @@ class Record:
             if self.session is not None:
                 self.session.set_system(text)
 
+    def set_sampling(self, values: dict[str, Any]) -> None:
+        self.talk.sampling = values
+        with self._or_unsaved():
+            if self.session is not None:
+                self.session.set_sampling(values)
+
     def rename(self, session_id: str, title: str) -> None:
         """Give this or another session a title. Raises ChatError."""
         if self.session is not None and self.session.id == session_id:
@@ -122,6 +132,7 @@ class Record:
                 session.set_system(system)
         self.talk.system = session.conversation.system if system is None else system
         self.talk.messages[:] = session.conversation.messages
+        self.talk.sampling = sampling(session.conversation.sampling)
 
     def leave(self) -> None:
         """Begin anew. What was said stays on disk."""

@@ -1,7 +1,6 @@
 """What a command answers with a list: the commands, figures, what fills the context, settings."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -116,18 +115,18 @@ class Reports:
         if name and name not in CHANGEABLE:
             self._refuse(words, f"There is no {name}. /set lists what there is.")
         elif name and not value:
-            self._refuse(words, f"A value is missing: {TABLE[name].metadata['help']}; or default.")
+            now = f"{name} is {self._value(name)} now."
+            self._refuse(words, f"{now} /set {name} VALUE: {TABLE[name].metadata['help']}.")
         elif name:
             try:
-                chosen = (
-                    getattr(dialogue.given, name)
-                    if value == "default"
-                    else TABLE[name].metadata["check"].parse(value)
-                )
+                values = {**dialogue.record.talk.sampling}
+                values.pop(name, None)
+                if value != "default":
+                    values[name] = TABLE[name].metadata["check"].parse(value)
             except ValueError as error:
                 self._refuse(words, f"{name}: {error}.")
             else:
-                dialogue.settings = replace(dialogue.settings, **{name: chosen})
+                dialogue.record.set_sampling(values)
                 self._app.hint(f"{name}: {self._value(name)}, from the next answer on.")
         else:
             pairs = [(one, self._value(one)) for one in CHANGEABLE]
