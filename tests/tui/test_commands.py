@@ -3,13 +3,14 @@
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.tui.conftest import Chat, chat
-from tests.tui.fake_engine import FakeEngine
+from tests.tui.fake_engine import MODEL, FakeEngine
 from tqchat import library, settings
 from tqchat.chat import sessions
 from tqchat.engine.events import Finished, Sampling, Usage
@@ -191,9 +192,12 @@ async def test_system_shows_and_sets(engine: FakeEngine) -> None:
 async def test_set_shows_and_sets_and_puts_back(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await screen.command("/set")
-        await screen.shows(
-            "temperature", "repetition_penalty", "max_tokens", "as the model suggests"
-        )
+        await screen.shows("repetition_penalty", "max_tokens", "as long as there is room")
+        told = {"temperature": 0.2, "top_p": 0.95}
+        engine.say_loaded(replace(MODEL, sampling=told, suggested=frozenset(["temperature"])))
+        await screen.until(lambda: screen.app.dialogue.figures.model != MODEL)
+        await screen.command("/set")
+        await screen.shows("0.2 (the model's)", "0.95 (tqchat's, the model has none)")
         await screen.command("/set temperature 0.25")
         await screen.shows("temperature: 0.25")
         await screen.command("/set top-k 5")
@@ -214,7 +218,7 @@ async def test_set_shows_and_sets_and_puts_back(engine: FakeEngine) -> None:
         ("/set temperature hot", "not a number from 0 to 100"),
         ("/set top_p 1.5", "from 0 to 1"),
         ("/set colour blue", "There is no colour"),
-        ("/set seed", "seed is as the model suggests now. /set seed VALUE: repeat"),
+        ("/set seed", "seed is a new one each time now. /set seed VALUE: repeat"),
         ("/set kv fp16", "There is no kv"),
     ],
 )

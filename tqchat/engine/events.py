@@ -1,6 +1,7 @@
 """What the engine tells whoever runs it. Events are plain data; no MLX array ever crosses."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal, Self, TypeAlias
 
 from tqchat.settings import Settings
@@ -39,7 +40,8 @@ class ModelInfo:
     """A loaded model. `context` is the most tokens a conversation may take.
 
     `notes` are things the person should know (a slow path in use, no chat template found), one
-    line each.
+    line each. `sampling`: the values that hold where nobody chose others, `suggested` the names of
+    those that are the model's own.
     """
 
     name: str
@@ -50,6 +52,8 @@ class ModelInfo:
     backend: str
     kv: KVKind
     notes: tuple[str, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    suggested: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

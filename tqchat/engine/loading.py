@@ -1,7 +1,7 @@
 """From a model's name to everything a turn needs, in memory."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from tqchat.chat.template import ChatTemplate
 from tqchat.chat.tokenizer import Tokenizer
-from tqchat.engine.events import CODE_BITS, EngineOptions, Loading, ModelInfo
+from tqchat.engine.events import CODE_BITS, EngineOptions, Loading, ModelInfo, Sampling
+from tqchat.engine.sampler import Rules
 from tqchat.kernels import Backend, select
 from tqchat.models import builtin
 from tqchat.models.checkpoint import Checkpoint, read_checkpoint
@@ -106,6 +107,7 @@ def load_path(
         notes.append("This model brings no chat template; a plain one is used.")
     if context > model.context:
         notes.append(f"Trained for {model.context:,} tokens; past that, answers may fall apart.")
+    sampling = suggested(checkpoint.generation_config)
     info = ModelInfo(
         name=name,
         architecture=str(checkpoint.config.get("model_type")),
@@ -115,8 +117,9 @@ def load_path(
         backend=backend.name,
         kv=options.kv,
         notes=tuple(notes),
+        sampling=asdict(Rules.of(Sampling(), sampling)),
+        suggested=frozenset(sampling),
     )
-    sampling = suggested(checkpoint.generation_config)
     return LoadedModel(model, backend, tokenizer, template, info, fingerprint(path), sampling)
 
 

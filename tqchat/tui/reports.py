@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Tokens by which the cache may differ from what is counted: an answer's end is not in it yet.
 _SLACK = 16
+_UNSET = {"seed": "a new one each time", "max_tokens": "as long as there is room"}
 
 
 class Reports:
@@ -134,7 +135,13 @@ class Reports:
 
     def _value(self, name: str) -> str:
         value = getattr(self._app.dialogue.settings, name)
-        return "as the model suggests" if value is None else f"{value}"
+        if value is not None:
+            return f"{value:g}" if isinstance(value, float) else f"{value}"
+        model = self._app.dialogue.figures.model
+        if model is not None and name in model.sampling:
+            whose = "the model's" if name in model.suggested else "tqchat's, the model has none"
+            return f"{model.sampling[name]:g} ({whose})"
+        return _UNSET.get(name, "as the model suggests")
 
     def _refuse(self, words: str, why: str) -> None:
         self._app.prompt.put_back(f"/set {words}")
