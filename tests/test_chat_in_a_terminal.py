@@ -31,9 +31,13 @@ def chat(own_folders: Path) -> Iterator[Callable[..., Terminal]]:
         terminal.__exit__()
 
 
+# The slow model's answer goes on for thousands of tokens, which do not repeat themselves.
+LASTING = ("--temperature", "0", "--repetition-penalty", "1.3")
+
+
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that takes its time and never ends an answer."""
+    """A random model that takes its time."""
     return write_tiny(
         tmp_path_factory.mktemp("models") / "slow",
         num_hidden_layers=24,
@@ -108,6 +112,7 @@ def test_ctrl_c_before_the_screen_is_there(
     terminal = chat(slow)
     begun = own_folders / "state" / "tqchat" / "tqchat.log"
     while not begun.exists():
+        assert terminal._process.poll() is None
         time.sleep(0.01)
     terminal.type("\x03")
     assert terminal.wait_for_exit() == 130
@@ -151,7 +156,7 @@ def test_a_paste_presses_no_keys(chat: Callable[..., Terminal], slow: Path) -> N
 
 
 def test_ctrl_c_while_an_answer_is_written(chat: Callable[..., Terminal], slow: Path) -> None:
-    terminal = chat(slow)
+    terminal = chat(slow, *LASTING)
     terminal.wait_for(CHAT)
     ask(terminal, "Hello")
     terminal.wait_for(r"● answering")
@@ -170,7 +175,7 @@ def test_ctrl_c_while_an_answer_is_written(chat: Callable[..., Terminal], slow: 
 
 
 def test_leaving_in_the_middle_of_an_answer(chat: Callable[..., Terminal], slow: Path) -> None:
-    terminal = chat(slow)
+    terminal = chat(slow, *LASTING)
     terminal.wait_for(CHAT)
     ask(terminal, "Hello")
     terminal.wait_for(r"● answering")

@@ -485,6 +485,8 @@ def test_options_out_of_range(tqchat, tiny, option) -> None:
 # Ctrl-C
 
 SLOW = {"num_hidden_layers": 24, "max_position_embeddings": 32768}
+# An answer that lasts: left alone, this model soon repeats itself and is stopped.
+LASTING = [*GREEDY, "--repetition-penalty", "1.3"]
 
 
 @pytest.fixture(scope="module")
@@ -518,13 +520,13 @@ def test_ctrl_c_during_prefill(environment, slow, tmp_path) -> None:
 
 
 def test_ctrl_c_during_decode(environment, slow) -> None:
-    output = interrupted(environment, rb"100%\r\x1b\[K[^\r\x1b]", slow, "-p", "Hello", *GREEDY)
+    output = interrupted(environment, rb"100%\r\x1b\[K[^\r\x1b]", slow, "-p", "Hello", *LASTING)
     assert output.count(b"Reading the prompt: 100%") == 1
 
 
 def test_ctrl_c_again_and_again(environment, slow) -> None:
     """The later ones fall into the clean-up after the first."""
-    with Terminal([*TQCHAT, str(slow), "-p", "Hello", *GREEDY], environment) as terminal:
+    with Terminal([*TQCHAT, str(slow), "-p", "Hello", *LASTING], environment) as terminal:
         terminal.wait_for_output(rb"100%\r\x1b\[K[^\r\x1b]")
         for _ in range(6):
             terminal.type("\x03")
@@ -540,13 +542,14 @@ def test_sigint_at_any_moment(environment, home, slow) -> None:
     for tenth in (0, 0.2, 0.5, 1, 2, 4, 8):
         begun.unlink(missing_ok=True)
         process = subprocess.Popen(
-            [*TQCHAT, str(slow), "-p", "Hello" * 200, *GREEDY],
+            [*TQCHAT, str(slow), "-p", "Hello" * 200, *LASTING],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
         )
         while not begun.exists():
+            assert process.poll() is None
             time.sleep(0.01)
         time.sleep(tenth / 10)
         process.send_signal(signal.SIGINT)

@@ -61,7 +61,7 @@ def test_a_long_paste_is_read_stopped_and_read_on(
     terminal.wait_for(rf"{label} after")
     said = f"Before {DOCUMENT} after"
     draft = count(f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
-    terminal.wait_for(rf" {draft:,} tokens · {CONTEXT - draft:,} left")
+    terminal.wait_for(rf" {draft:,} tokens · {CONTEXT - 1 - draft:,} left")
 
     terminal.type("\r")
     terminal.wait_for(r"Reading.* [1-9]\d?% · [\d,]+ of [\d,]+ tokens")
@@ -103,7 +103,7 @@ def test_what_was_read_is_come_back_to(
         again.wait_for(CHAT)
         again.wait_for(note)
         again.type("/retry\r")
-        again.wait_for("cut at ")
+        again.wait_for(r"cut at .* · 8 tokens")
         prompt, cached = stats(again)
         assert prompt - cached == (1 if change is None else prompt)
         leave(again)

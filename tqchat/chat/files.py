@@ -9,7 +9,7 @@ from tqchat.chat.errors import ChatError
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a UTF-8 file without its byte order mark, or None if there is no such file. Raises ChatError."""
+    """A UTF-8 file without its byte order mark, or None if there is none. Raises ChatError."""
     try:
         # A pipe or a device would wait or act when it is opened.
         if not stat.S_ISREG(path.stat().st_mode):
