@@ -315,6 +315,18 @@ async def test_without_a_token_that_is_said(engine: FakeEngine, typed: str) -> N
         await screen.shows("There is no token here")
 
 
+async def test_what_was_sent_last_can_be_read(engine: FakeEngine) -> None:
+    async with chat(engine) as screen:
+        screen.prompt.attach("a.md", "A river runs by.")
+        screen.prompt.insert("Which?")
+        await screen.pilot.press("enter")
+        await screen.until(lambda: engine.turn == 1)
+        engine.say_finished("That.")
+        await screen.until(lambda: not screen.app.busy)
+        await screen.command("/view")
+        await screen.shows("A river runs by.")
+
+
 # Models
 
 

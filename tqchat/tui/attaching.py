@@ -9,14 +9,15 @@ from textual.app import SuspendNotSupported
 
 from tqchat.chat.documents import Document, read_document
 from tqchat.chat.errors import ChatError
+from tqchat.tui.attached import Attached
 from tqchat.tui.editor import edit
-from tqchat.tui.entries import Fault, Notice
+from tqchat.tui.entries import Fault, Notice, Question
 from tqchat.tui.text import clean_line, clean_paste
 
 if TYPE_CHECKING:
     from tqchat.tui.app import ChatApp
 
-_NO_TOKEN = "There is no token here: in a prompt that has one, F3 reads it and F4 edits it."
+_NO_TOKEN = "There is no token here. One in the prompt is read with F3 and edited with F4."
 
 
 class Attaching:
@@ -43,12 +44,20 @@ class Attaching:
         self._app.prompt.attach(document.name, document.text)
 
     def view_token(self) -> None:
-        if (one := self._app.prompt.token_here()) is None:
+        """Shows the text of a token in the prompt, or else of the last one that was sent."""
+        if (one := self._app.prompt.token_here() or self._last_sent()) is None:
             self._app.hint(_NO_TOKEN)
         else:
             from tqchat.tui.screens.text import TextView
 
             self._app.push_screen(TextView(one.label, one.text))
+
+    def _last_sent(self) -> Attached | None:
+        inside = self._app.prompt.attachments.inside
+        questions = [one for one in self._app.conversation.entries if isinstance(one, Question)]
+        return next(
+            (tokens[-1] for one in reversed(questions) if (tokens := inside(one.text))), None
+        )
 
     def edit_token(self) -> None:
         """Opens the text of a token in the editor."""
