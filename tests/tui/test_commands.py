@@ -197,7 +197,7 @@ async def test_set_shows_and_sets_and_puts_back(engine: FakeEngine) -> None:
         engine.say_loaded(replace(MODEL, sampling=told, suggested=frozenset(["temperature"])))
         await screen.until(lambda: screen.app.dialogue.figures.model != MODEL)
         await screen.command("/set")
-        await screen.shows("0.2 (the model's)", "0.95 (tqchat's; the model suggests none)")
+        await screen.shows("0.2 (the model's)", "0.95 (tqchat's; the model says none)")
         await screen.command("/set temperature 0.25")
         await screen.shows("temperature: 0.25")
         await screen.command("/set top-k 5")

@@ -139,7 +139,7 @@ class Reports:
             return f"{value:g}" if isinstance(value, float) else f"{value}"
         model = self._app.dialogue.figures.model
         if model is not None and name in model.sampling:
-            whose = "the model's" if name in model.suggested else "tqchat's; the model suggests none"
+            whose = "the model's" if name in model.suggested else "tqchat's; the model says none"
             return f"{model.sampling[name]:g} ({whose})"
         return _UNSET.get(name, "as the model suggests")
 
