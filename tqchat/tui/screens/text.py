@@ -11,6 +11,8 @@ from textual.widgets import Static, TextArea
 from tqchat.tui.text import clean
 
 _LONGEST_LINE = 2_000
+_NARROWEST = 40
+"""Columns of a line, where the terminal is small."""
 
 
 class TextView(ModalScreen[None]):
@@ -29,7 +31,9 @@ class TextView(ModalScreen[None]):
         )
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="box tall"):
+        rows = sum(len(line) // _NARROWEST + 1 for line in self._text.split("\n"))
+        fits = rows < self.app.size.height // 2
+        with Vertical(classes="box" if fits else "box tall"):
             yield Static(self._title, markup=False, classes="title")
             yield TextArea(self._text, read_only=True, compact=True, soft_wrap=True)
             yield Static("↑↓ PgUp PgDn scroll   Esc closes", classes="line")
