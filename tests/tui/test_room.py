@@ -29,7 +29,8 @@ async def test_the_oldest_turns_are_dropped_if_the_person_says_so(engine: FakeEn
         await screen.send("much")
         engine.say_failed("It does not fit.", excess=150)
         await screen.shows(
-            "Drop the 2 oldest turns, “one”, “two”: that frees 222 tokens", "new conversation"
+            "Drop the 2 oldest turns, “one”, “two” for good: that frees 222 tokens",
+            "new conversation",
         )
         await screen.pilot.press("escape")
         assert screen.prompt.text == "much"

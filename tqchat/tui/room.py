@@ -77,7 +77,7 @@ class Room:
             answers.insert(0, ("summary", f"{first} summarised, and go on with the summary"))
         if n_dropped and (excess or n_dropped < len(turns)):
             freed = f"that frees {sums[n_dropped]:,} tokens"
-            answers.insert(0, ("drop", f"Drop {_named(turns[:n_dropped])}: {freed}"))
+            answers.insert(0, ("drop", f"Drop {_named(turns[:n_dropped])} for good: {freed}"))
         if not excess and len(answers) == 1:
             # The end of the answer says so already.
             return
