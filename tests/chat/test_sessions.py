@@ -224,6 +224,19 @@ def test_a_conversation_that_cannot_be_begun_leaves_nothing(
     assert len(list(descriptors.iterdir())) == n_open
 
 
+def test_the_size_in_the_list_is_what_deleting_frees() -> None:
+    session = Session.create()
+    session.add_user("Hello")
+    session.close()
+    before = sessions.summaries()[0].size
+    assert before == sum(file.stat().st_size for file in session.folder.iterdir())
+    deep = session.cache_folder / "layers"
+    deep.mkdir(parents=True)
+    (deep / "0").write_bytes(b"0" * 5000)
+    (deep / "elsewhere").symlink_to("/")
+    assert sessions.summaries()[0].size == before + 5000
+
+
 def test_one_process_at_a_time() -> None:
     session = Session.create()
     session.add_user("Hello")

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +44,8 @@ _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A conversation in a list. `modified` is Unix time, `model` the one it began with, `size` in
-    bytes."""
+    """A conversation in a list. `modified` is Unix time, `model` the one it began with, `size` the
+    bytes of all its files, which deleting it frees."""
 
     id: str
     title: str
@@ -359,10 +360,8 @@ def summaries() -> list[Summary]:
                     # What comes before the first message.
                     start = Transcript.read(file.read(4096))
                     status = os.fstat(file.fileno())
-                title = _title(folder) or folder.name
-                found.append(
-                    Summary(folder.name, title, start.model, status.st_mtime, status.st_size)
-                )
+                title, size = _title(folder) or folder.name, _size(folder)
+                found.append(Summary(folder.name, title, start.model, status.st_mtime, size))
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
 
 
@@ -428,6 +427,16 @@ def _title(folder: Path) -> str:
     with contextlib.suppress(OSError):
         return title_of((folder / "title").read_text("utf-8", "replace"))
     return ""
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in it; one that goes meanwhile has none."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return size
 
 
 def _existing(session_id: str) -> Path:
