@@ -559,6 +559,15 @@ def test_sigint_at_any_moment(environment, home, slow) -> None:
 
 def test_a_name_that_is_no_model_ends_before_the_screen(tqchat) -> None:
     assert_refused(tqchat("modles"), "no model 'modles'", "tqchat models")
+    assert "Or did you mean" not in tqchat("nope-model").stderr
+
+
+def test_a_theme_that_is_none_is_refused_wherever_it_is_named(tqchat, tiny, home) -> None:
+    assert_refused(tqchat(tiny, "-p", "Hi", "--theme", "tq-drak"), "'tq-drak'", "tq-dark?")
+    own = home / "config" / "tqchat" / "themes"
+    own.mkdir(parents=True)
+    (own / "mine.toml").write_text("primary = 7\n")
+    assert_refused(tqchat(tiny, "-p", "Hi", "--theme", "mine"), "theme mine.toml")
 
 
 def test_a_full_disk_under_stdout_is_one_line(tqchat, tiny) -> None:

@@ -45,6 +45,9 @@ def fish(line: str, folder: Path) -> list[str]:
         ("tqchat bench decode --prof", ["--profile"]),
         ("tqchat plan --mem", ["--memory"]),
         ("tqchat models --te", []),
+        ("tqchat sm", ["smollm2"]),
+        ("tqchat pull mlx-community/Llama-3.3", ["mlx-community/Llama-3.3-70B-Instruct-4bit"]),
+        ("tqchat --theme tq-1", ["tq-16"]),
     ],
 )
 def test_what_is_offered(shell, line: str, offered: list[str], tmp_path: Path) -> None:

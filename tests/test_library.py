@@ -6,9 +6,11 @@ import pytest
 
 from tests.folders import write_tiny
 from tqchat import library, plan
+from tqchat.models.checkpoint import describe
 from tqchat.models.find import Installed
 from tqchat.models.recommended import recommended
 from tqchat.models.registry import architecture
+from tqchat.units import bytes_text
 
 GIB = 1 << 30
 
@@ -80,10 +82,15 @@ def test_the_list_has_what_is_here_and_what_could_be(
     assert library.show() == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["org/tiny", "llama"] in [line[:2] for line in lines]
+    # What lies in the file, not what the list of files said: as /model and /plan have it.
+    listed = next(line for line in lines if line[:1] == ["org/tiny"])
+    offered = next(one for one in library.offers("int4") if one.name == "org/tiny")
+    assert listed[-3:-1] == bytes_text(offered.size).split()
+    assert offered.size == describe(tmp_path / "tiny").weights_bytes
     largest = next(
         line for line in lines if line and line[0].endswith("Llama-3.3-70B-Instruct-4bit")
     )
-    assert largest[1:] == ["39.69", "GB", "-", "Llama", "3.3"]
+    assert largest[1:] == ["37.0", "GiB", "-", "Llama", "3.3"]
 
 
 def test_pulling_what_is_here_says_so_and_shows_no_progress(

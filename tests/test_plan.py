@@ -92,6 +92,19 @@ def test_a_model_on_this_machine_needs_no_memory_option(capsys, smollm2_gguf) ->
     assert figures["rows"][-1]["fits"]
 
 
+def test_a_recommended_model_is_planned_for_without_a_network(
+    capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(repo_id: str) -> None:
+        raise AssertionError(repo_id)
+
+    monkeypatch.setattr("tqchat.models.hub.look", no_network)
+    assert main(["plan", "mlx-community/Llama-3.3-70B-Instruct-4bit", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["weights_bytes"] / 1e9 == pytest.approx(39.7, rel=0.01)
+    assert figures["rows"][-1]["kv_fp16_bytes"] == 40 << 30
+
+
 def test_bad_input_is_one_line(capsys, tmp_path) -> None:
     assert main(["plan", str(tmp_path)]) == 2
     error = capsys.readouterr().err

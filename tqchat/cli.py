@@ -84,6 +84,8 @@ def _chat(options: argparse.Namespace, ctrl_c: "_CtrlC") -> int:
         fail(f"{error} `tqchat config edit` opens the file.")
     if chosen.model is not None:
         _check_name(chosen.model)
+    if "theme" in options:
+        _check_theme(options.theme)
     piped = not sys.stdin.isatty()
     if options.prompt is None and not piped and not options.file:
         if not sys.stdout.isatty():
@@ -150,8 +152,20 @@ def _check_name(model: str) -> None:
     try:
         resolve(model)
     except ModelError as error:
-        close = difflib.get_close_matches(model, SUBCOMMANDS, n=1)
+        close = difflib.get_close_matches(model, SUBCOMMANDS, n=1, cutoff=0.75)
         fail(f"{error} Or did you mean: tqchat {close[0]}" if close else str(error))
+
+
+def _check_theme(name: str) -> None:
+    from tqchat.tui import themes
+    from tqchat.tui.text import clean_line
+
+    folder = paths.config_dir() / "themes"
+    if name not in (known := themes.names(folder)):
+        faults = [one for one in themes.all_themes(folder)[1] if f" {name}.toml:" in one]
+        close = difflib.get_close_matches(name, known, n=1)
+        instead = f"Did you mean {close[0]}?" if close else "/theme in the chat lists them."
+        fail(clean_line(faults[0]) if faults else f"There is no theme {name!r}. {instead}")
 
 
 def _screen(options: argparse.Namespace, chosen: Settings) -> int:

@@ -8,6 +8,11 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tqchat import paths
+from tqchat.models.find import BUILTIN
+from tqchat.models.recommended import recommended
+from tqchat.tui import themes
+
 Parsers = Mapping[str, argparse.ArgumentParser]
 
 
@@ -56,7 +61,9 @@ def _of(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> list[_Table]:
                 below += _of(one, (*path, name))
         elif action.option_strings:
             values = None if action.nargs == 0 else tuple(map(str, action.choices or ()))
-            if values == () and isinstance(action.metavar, str) and action.metavar[0] == "{":
+            if action.dest == "theme":
+                values = tuple(themes.names(paths.config_dir() / "themes"))
+            elif values == () and isinstance(action.metavar, str) and action.metavar[0] == "{":
                 values = tuple(action.metavar.strip("{}").split(","))
             if text != argparse.SUPPRESS:
                 options.append(_Option(tuple(action.option_strings), text, values))
@@ -64,7 +71,14 @@ def _of(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> list[_Table]:
             words |= {str(choice): "" for choice in action.choices}
         else:
             takes_files = True
+            if action.metavar == "MODEL":
+                words |= _models()
     return [_Table(path, words, options, takes_files), *below]
+
+
+def _models() -> dict[str, str]:
+    """Those that have a name wherever this is."""
+    return {BUILTIN: "built in", **{one.id: one.about for one in recommended()}}
 
 
 def _bash(tables: list[_Table]) -> str:
@@ -167,6 +181,7 @@ _FISH = "complete -c tqchat -n"
 
 
 def _fish(tables: list[_Table]) -> str:
+    commands = " ".join(table.path[0] for table in tables if len(table.path) == 1)
     lines = [
         "# tqchat completion fish > ~/.config/fish/completions/tqchat.fish",
         "function __tqchat_at --description 'the words after tqchat begin with these'",
@@ -180,7 +195,7 @@ def _fish(tables: list[_Table]) -> str:
         "end",
         "function __tqchat_chat --description 'no subcommand was given'",
         "  set -l words (commandline -opc)[2..] ''",
-        f"  not contains -- $words[1] {' '.join(tables[0].words)}",
+        f"  not contains -- $words[1] {commands}",
         "end",
     ]
     for table in tables:

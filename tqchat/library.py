@@ -18,6 +18,7 @@ from tqchat.models.errors import ModelError, Stopped
 from tqchat.models.find import BUILTIN, Installed, fetch, installed, resolve
 from tqchat.models.recommended import recommended
 from tqchat.models.registry import architecture
+from tqchat.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def offers(kv: KVKind) -> list[Offer]:
             described = describe(model.path)
             config, weights = Config(model.name, described.config), described.weights_bytes
             context = _context(config, weights, kv, limit)
-            found.append(Offer(model.name, model.size_bytes, context, is_here=True))
+            found.append(Offer(model.name, weights, context, is_here=True))
         except ModelError as error:
             found.append(Offer(model.name, model.size_bytes, 0, is_here=True, about=str(error)))
     here = {offer.name for offer in found}
@@ -99,8 +100,9 @@ def show() -> int:
     for offer in offers("int4"):
         if not offer.is_here:
             fits = f"{offer.context:,}" if offer.context else "-"
-            table.add_row(offer.name, f"{offer.size / 1e9:.2f} GB", fits, offer.licence)
-    print("\n`tqchat pull` fetches these; their context is what fits on this device.\n")
+            table.add_row(offer.name, bytes_text(offer.size), fits, offer.licence)
+    print("\n`tqchat pull` fetches these; their context is what fits on this device (-: the model")
+    print("itself does not).\n")
     Console().print(table)
     return 0
 
@@ -110,9 +112,10 @@ def _show_installed(models: Sequence[Installed]) -> None:
     for heading in ("model", "architecture", "weights", "size", "context"):
         table.add_column(heading, justify="right" if heading in ("size", "context") else "left")
     for model in models:
-        size = f"{model.size_bytes / 1e9:.2f} GB"
+        size = bytes_text(model.size_bytes)
         try:
             found = describe(model.path)
+            size = bytes_text(found.weights_bytes)
         except ModelError as error:
             table.add_row(Text(model.name), Text(str(error)), "", size, "")
             continue

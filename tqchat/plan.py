@@ -20,6 +20,7 @@ from tqchat.models.config import Config
 from tqchat.models.errors import ModelError
 from tqchat.models.find import installed, resolve
 from tqchat.models.folder import WEIGHTS, read_config
+from tqchat.models.recommended import recommended
 from tqchat.models.registry import Shape, architecture
 from tqchat.units import bytes_text
 
@@ -172,6 +173,9 @@ def _read(name: str) -> tuple[str, Shape, int]:
     if path is None:
         if ref.repo_id is None or ref.file is not None:
             raise ModelError(f"{ref.name} is not on this machine: tqchat pull {ref.name}")
+        if known := next((one.config for one in recommended() if one.id == ref.repo_id), None):
+            shape = architecture(known).parse(known)
+            return ref.name, shape, weights_bytes(known, shape)
         from tqchat.models.hub import look
 
         config_file, weights = look(ref.repo_id)

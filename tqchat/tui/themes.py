@@ -135,3 +135,8 @@ def all_themes(folder: Path) -> tuple[list[Theme], list[str]]:
     if folder.is_dir():
         own, own_faults = read_all(folder)
     return list({theme.name: theme for theme in [*found, *own]}.values()), [*faults, *own_faults]
+
+
+def names(folder: Path) -> list[str]:
+    """What may be chosen: those of `all_themes`, and Textual's."""
+    return [*(theme.name for theme in all_themes(folder)[0]), *BUILTIN_THEMES]
