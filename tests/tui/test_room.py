@@ -41,6 +41,9 @@ async def test_the_oldest_turns_are_dropped_if_the_person_says_so(engine: FakeEn
         await screen.pilot.press("enter")
         await screen.shows("What came before was dropped", "three", "Enter sends")
         assert "two" not in screen.screen_text
+        figures, held = screen.app.dialogue.figures, screen.app.dialogue.held
+        assert figures.cache is not None
+        assert figures.cache.tokens == held
         await screen.pilot.press("enter")
         await screen.until(lambda: engine.turn == 6)
         assert [text for _, text in contents(screen)[1:]] == ["three", "3", "much"]

@@ -1,7 +1,7 @@
 """When the context is full: a warning in time, then a choice of what goes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -187,6 +187,9 @@ class Room:
         for entry in entries[:first]:
             conversation.remove_entry(entry)
         dialogue.held = max(dialogue.held - freed, 0)
+        if (cache := dialogue.figures.cache) is not None:
+            dialogue.figures.cache = replace(cache, tokens=dialogue.held)
+            self._app.draw_figures()
         text = f"What came before was dropped, {freed:,} tokens: the model no longer sees it."
         conversation.insert(0, Notice(text))
 
