@@ -312,13 +312,17 @@ async def test_escape_stops_loading(engine: FakeEngine) -> None:
         assert engine.stops == 1
 
 
-async def test_ctrl_c_copies_else_stops_else_says_how_to_leave(engine: FakeEngine) -> None:
+async def test_ctrl_c_copies_stops_clears_or_says_how_to_leave(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await screen.pilot.press("ctrl+c")
         await screen.shows("To leave: Ctrl-Q, /quit")
         await screen.pilot.press(*"some words", "shift+home")
         await screen.pilot.press("ctrl+c")
         assert screen.app.clipboard == "some words"
+        await screen.pilot.press("end", "ctrl+c")
+        assert screen.prompt.text == ""
+        await screen.pilot.press("ctrl+z")
+        assert screen.prompt.text == "some words"
         screen.prompt.text = ""
         await screen.send("question")
         await screen.pilot.press("ctrl+c")

@@ -53,10 +53,14 @@ def test_a_far_machines_own_clipboard_is_no_use(
 async def test_what_happened_is_said(
     bin_folder: Path, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
+    monkeypatch.delenv("TMUX", raising=False)
     async with chat(engine) as screen:
         await screen.exchange("one", "**bold** answer")
         await screen.command("/copy")
         await screen.shows("Copied, if the terminal can: the last answer, 15 characters")
+        monkeypatch.setenv("TMUX", "/tmp/tmux-0/default,1,0")
+        await screen.command("/copy")
+        await screen.shows("Copied, if tmux may: set -s set-clipboard on: the last answer")
         monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
         taken = install(bin_folder, "wl-copy")
         await screen.command("/copy")

@@ -96,8 +96,8 @@ async def test_a_token_is_never_cut(engine: FakeEngine, keys: tuple[str, ...]) -
 async def test_the_cursor_steps_over_a_token(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         await paste(screen, LONG)
-        await screen.pilot.press("b", "left", "left", "a")
-        assert screen.prompt.text == "a[pasted 1: 625 tokens, 2.4 KB]b"
+        await screen.pilot.press("b", "left", "left", "left", "a")
+        assert screen.prompt.text == "a[pasted 1: 625 tokens, 2.4 KB] b"
         screen.prompt.move_cursor((0, 9))  # as a click would
         await screen.pilot.press("x")
         assert "[pasted 1: 625 tokens, 2.4 KB]" in screen.prompt.text
@@ -128,6 +128,20 @@ async def test_a_recalled_message_still_has_its_paste(engine: FakeEngine) -> Non
         assert engine.turns[1][-1].content == LONG
 
 
+@pytest.mark.parametrize(
+    ("typed", "then"), [("sum", " sum"), (" sum", " sum"), ("?", "?"), ("@x", " @x")]
+)
+async def test_a_word_after_a_token_has_one_space_before_it(
+    engine: FakeEngine, typed: str, then: str
+) -> None:
+    async with chat(engine) as screen:
+        await paste(screen, LONG)
+        token = screen.prompt.text
+        await screen.pilot.press(*typed)
+        assert screen.prompt.attachments.typed(screen.prompt.text) == then
+        assert token.startswith("[pasted 1: ")
+
+
 async def test_a_huge_paste_does_not_freeze(engine: FakeEngine) -> None:
     """One line of a megabyte: it would take seconds per key in the box, so it is a token there."""
     async with chat(engine) as screen:
@@ -135,7 +149,7 @@ async def test_a_huge_paste_does_not_freeze(engine: FakeEngine) -> None:
         await screen.pilot.press("a", "b", "c")
         await screen.until(lambda: screen.prompt.text.endswith("abc"))
         await screen.until(lambda: "tokens" in screen.prompt.text)
-        assert screen.prompt.text == "[pasted 1: 250,000 tokens, 977 KB]abc"
+        assert screen.prompt.text == "[pasted 1: 250,000 tokens, 977 KB] abc"
 
 
 async def test_keys_that_come_in_one_burst_keep_their_order(engine: FakeEngine) -> None:
@@ -217,8 +231,14 @@ async def test_messages_are_kept_from_one_start_to_the_next(engine: FakeEngine) 
     assert LONG not in file.read_text()
     async with chat(FakeEngine()) as screen:
         await screen.pilot.press("up")
-        assert screen.prompt.text == "sum up"
-        await screen.pilot.press("up")
+        assert screen.prompt.text == "[pasted 1, no longer here] sum up"
+        # Nothing is sent without the text that it was about.
+        await screen.pilot.press("enter")
+        await screen.shows("pasted 1 is no longer here: attach it again")
+        assert not screen.engine.turns
+        assert screen.prompt.text == "[pasted 1, no longer here] sum up"
+        screen.prompt.clear()
+        await screen.pilot.press("up", "up")
         assert screen.prompt.text == "two\nlines"
 
 
@@ -396,10 +416,12 @@ async def test_files_are_completed_after_an_at_sign(
     async with chat(engine) as screen:
         await screen.pilot.press(*"see @")
         await screen.shows("@docs/", "@notes.txt")
+        await screen.shows("Enter open")
         await screen.pilot.press(*"do", "tab")
         assert screen.prompt.text == "see @docs/"
         await screen.shows("@docs/other.txt", "@docs/report one.txt")
         assert ".hidden" not in screen.screen_text
+        await screen.shows("Enter attach")
         await screen.pilot.press(*"report", "enter")
         await screen.until(lambda: screen.prompt.text.startswith("see [report one.txt: 12 tokens"))
         await screen.pilot.press(*"and @not", "enter")

@@ -136,7 +136,7 @@ async def test_a_conversation_is_shown_as_it_was_left(engine: FakeEngine) -> Non
 async def test_what_was_attached_is_shown_as_it_was_sent(engine: FakeEngine) -> None:
     async with chat(engine) as screen:
         screen.prompt.attach("a.md", LONG)
-        screen.prompt.insert("Which, and ")
+        screen.prompt.insert(" Which, and ")
         screen.prompt.insert(screen.prompt.fold(f"{LONG}2"))
         screen.prompt.insert("?")
         await screen.settle()
@@ -349,14 +349,22 @@ async def test_deleting_asks_first_and_spares_the_open_one(engine: FakeEngine) -
         await screen.until(lambda: [s.title for s in sessions.summaries()] == ["one"])
 
 
-@pytest.mark.parametrize(("name", "begins"), [("a.md", "# Where?"), ("a.JSON", "{")])
+@pytest.mark.parametrize(
+    ("name", "begins", "kind"),
+    [
+        ("a.md", "# Where?", "Markdown"),
+        ("a.txt", "# Where?", "Markdown"),
+        ("a.JSON", "{", "JSON"),
+    ],
+)
 async def test_a_conversation_is_exported_for_its_owner_alone(
-    engine: FakeEngine, tmp_path: Path, name: str, begins: str
+    engine: FakeEngine, tmp_path: Path, name: str, begins: str, kind: str
 ) -> None:
     path = tmp_path / name
     async with chat(engine, session=saved(("Where?", "There."))) as screen:
         await screen.command(f"/export {path}")
         await screen.until(path.exists)
+        await screen.shows(f"Written as {kind} to")
         assert path.read_text().startswith(begins)
         assert "There." in path.read_text()
         assert path.stat().st_mode & 0o777 == 0o600

@@ -23,6 +23,7 @@ from tqchat.chat.sessions import Session
 from tqchat.settings import Settings, SettingsError
 from tqchat.tui import clipboard, themes, welcome
 from tqchat.tui.ascii import AsciiFilter, has_unicode
+from tqchat.tui.attached import gone
 from tqchat.tui.attaching import Attaching
 from tqchat.tui.choosing import Choosing
 from tqchat.tui.commands import COMMANDS, Call, Command, Unknown, find
@@ -86,7 +87,7 @@ class ChatApp(App[int]):
         ("Enter", "send"),
         ("Ctrl-J", "new line (Shift-Enter and Alt-Enter too, where the terminal has them)"),
         ("Esc", "stop the answer; what waits comes back to the prompt"),
-        ("Ctrl-C", "copy what is selected, else stop"),
+        ("Ctrl-C", "copy what is selected, else stop, else clear the prompt"),
         ("Ctrl-D", "leave, when the prompt is empty"),
         ("Ctrl-Q", "leave"),
         ("Up, Down", "earlier messages; Ctrl-R searches them"),
@@ -306,7 +307,7 @@ class ChatApp(App[int]):
     def _keys_now(self) -> Sequence[tuple[str, str]]:
         keys: list[tuple[str, str]] = []
         if self._menu.display:
-            return (("↑↓", "choose"), ("Tab", "complete"), ("Enter", "run"))
+            return (("↑↓", "choose"), ("Tab", "complete"), ("Enter", self._menu.what_enter_does))
         if self.busy:
             keys.append(("Esc", "stop"))
         if not self.conversation.following:
@@ -331,6 +332,9 @@ class ChatApp(App[int]):
             self.screen.clear_selection()
         elif self.busy:
             self.action_stop()
+        elif self.prompt.text:
+            self.action_stop()
+            self.prompt.clear()
         else:
             self.hint("Nothing to stop. To leave: Ctrl-Q, /quit, or Ctrl-D in an empty prompt.")
 
@@ -387,6 +391,9 @@ class ChatApp(App[int]):
         elif self.dialogue.has_no_model:
             self.prompt.put_back(event.shown)
             self.hint("No model is loaded. /retry tries again, /quit leaves.")
+        elif name := gone(event.shown):
+            self.prompt.put_back(event.shown)
+            self.hint(clean_line(f"{name} is no longer here: attach it again or delete it."))
         else:
             self.dialogue.send(event.text, event.shown, event.attached)
 
@@ -452,7 +459,7 @@ class ChatApp(App[int]):
 
     @work(thread=True, exit_on_error=False)
     def _copy_by_program(self, text: str, what: str) -> None:
-        copied = "Copied" if clipboard.copy(text) else "Copied, if the terminal can"
+        copied = "Copied" if clipboard.copy(text) else f"Copied, {clipboard.doubt()}"
         self.call_from_thread(self.hint, f"{copied}: {what}, {len(text):,} characters.")
 
 

@@ -9,7 +9,14 @@ from tqchat.tui.text import clean_line
 from tqchat.units import file_size_text
 
 TOKEN = re.compile(r"\[([^\[\]:\n]+): (?:[\d,]+ tokens, )?[\d.]+ [KMG]?B\]")
+_GONE = re.compile(r"\[([^\[\]\n]+), no longer here\]")
 _LONGEST_NAME = 40
+
+
+def gone(shown: str) -> str:
+    """The name of an attachment that a remembered text has lost, or ""."""
+    match = _GONE.search(shown)
+    return match[1] if match else ""
 
 
 @dataclass
@@ -93,6 +100,10 @@ class Attachments:
     def inside(self, shown: str) -> list[Attached]:
         """What the tokens of a text stand for, each once."""
         return list({id(one): one for *_, one in self.spans(shown)}.values())
+
+    def remembered(self, shown: str) -> str:
+        """The text as it is kept when its attachments are not: each has left its name."""
+        return self._replaced(shown, lambda one: f"[{one.name}, no longer here]")
 
     def typed(self, shown: str) -> str:
         """The text without its tokens."""

@@ -30,6 +30,13 @@ def programs(environment: Mapping[str, str] = os.environ) -> list[Sequence[str]]
     return [command for command in commands if shutil.which(command[0])]
 
 
+def doubt(environment: Mapping[str, str] = os.environ) -> str:
+    """What it takes for the terminal to copy, where no program did."""
+    if "TMUX" in environment:
+        return "if tmux may: set -s set-clipboard on"
+    return "if the terminal can"
+
+
 def copy(text: str) -> str:
     """Hands `text` to the first program that takes it; returns its name, or "" if none did."""
     for command in programs():

@@ -63,7 +63,8 @@ class Keeping:
             self._app.hint(f"The conversation is called: {clean_line(session.title)}")
 
     def export(self, name: str) -> None:
-        """To a file in Markdown, or JSON if its name ends so; none is written over."""
+        """To a file in Markdown, or JSON if its name ends so; none is written over. What of both
+        it became is said."""
         record, model = self._dialogue.record, self._dialogue.figures.model
         transcript = record.transcript(model.name if model else None)
         if not transcript.conversation.messages:
@@ -72,9 +73,9 @@ class Keeping:
         words = re.sub(r"[^\w]+", "-", transcript.shown_title).strip("-")[:40]
         path = Path(os.path.expanduser(name or f"{words or 'conversation'}.md"))
         if path.suffix.lower() == ".json":
-            text = transcript.to_json(record.session.id if record.session else None)
+            kind, text = "JSON", transcript.to_json(record.session.id if record.session else None)
         else:
-            text = transcript.to_markdown()
+            kind, text = "Markdown", transcript.to_markdown()
         try:
             if os.path.lexists(path):
                 self._app.hint(f"There is one already: {clean_line(str(path))}")
@@ -88,4 +89,4 @@ class Keeping:
                 Fault(f"The file cannot be written: {error.strerror}. Choose another place.")
             )
         else:
-            self._app.hint(f"Written to {clean_line(str(path))}")
+            self._app.hint(f"Written as {kind} to {clean_line(str(path))}")

@@ -96,7 +96,7 @@ class Prompt(TextArea):
 
     def attach(self, name: str, text: str) -> None:
         """A file, as a token where the cursor is."""
-        self._insert(self.attachments.file(name, clean_paste(text)).label + " ")
+        self._insert(self.attachments.file(name, clean_paste(text)).label)
 
     def relabel(self) -> None:
         """Tokens say what has become known of them."""
@@ -158,7 +158,7 @@ class Prompt(TextArea):
             return
         if not shown.startswith("/"):
             # What tokens stand for is gone when the program ends.
-            self.past.add(shown, self.attachments.typed(shown).strip())
+            self.past.add(shown, self.attachments.remembered(shown))
         self._recalled = None
         self.text = ""
         self.history.clear()
@@ -268,6 +268,16 @@ class Prompt(TextArea):
             self.move_cursor(result.end_location)
             self.focus()
 
+    def _replace_via_keyboard(
+        self, insert: str, start: Location, end: Location
+    ) -> EditResult | None:
+        """A word right after a token gets a space before it."""
+        row, column = min(start, end)
+        if insert[:1].isalnum() or insert[:1] in ("[", "@"):
+            after_token = any(column == stop for _, stop, _ in self._tokens(row))
+            insert = f" {insert}" if after_token else insert
+        return super()._replace_via_keyboard(insert, start, end)
+
     def _tokens(self, row: int) -> list[tuple[int, int, Attached]]:
         return self.attachments.spans(self.document.get_line(row))
 
@@ -350,6 +360,13 @@ class CommandMenu(Static):
         if not self.display or not found or found != self._found:
             return None
         return self._found[self._place]
+
+    @property
+    def what_enter_does(self) -> str:
+        one = self._found[self._place]
+        if isinstance(one, Place):
+            return "open" if one.is_folder else "attach"
+        return "run" if one.is_whole else "complete"
 
     def _draw(self) -> None:
         pairs = [
